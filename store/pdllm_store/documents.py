@@ -1,0 +1,204 @@
+"""What the tables hold of documents: a row, the text, and one reference for each chunk, all under one key."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from pdllm_store import chunks
+from pdllm_store.counts import count_documents
+from pdllm_store.errors import (
+    ChunkNotFoundError,
+    DocumentConflictError,
+    DocumentNotFoundError,
+    RecordDamagedError,
+)
+from pdllm_store.fingerprints import add_to_fingerprint
+from pdllm_store.rows import (
+    DocumentRow,
+    OnDamage,
+    damaged,
+    document_key,
+    pack_document,
+    pack_ref,
+    pack_text,
+    ref_key,
+    seal_document,
+    unpack_document,
+    unpack_ref,
+    unpack_text,
+)
+from pdllm_store.tables import Tables
+from pdllm_store.types import ID_BYTES, ChunkId, ChunkRef, Document, DocumentInfo, ModelFingerprint
+
+
+def check_document(document: Document) -> None:
+    """Raises ValueError if ids, ordinals or offsets of a document contradict each other."""
+    name = f"document {document.doc_id!r}"
+    if not document.doc_id:
+        raise ValueError("a document id must not be empty")
+    if len(document.text_id) != ID_BYTES:
+        raise ValueError(f"{name}: text_id has {len(document.text_id)} bytes, expected {ID_BYTES}")
+    for index, ref in enumerate(document.chunks):
+        if ref.doc_id != document.doc_id or ref.ordinal != index:
+            raise ValueError(f"{name}: chunk {index} is of {ref.doc_id!r} with ordinal {ref.ordinal}")
+        if len(ref.chunk_id) != ID_BYTES:
+            raise ValueError(f"{name}: chunk {index} has an id of {len(ref.chunk_id)} bytes, expected {ID_BYTES}")
+        if not 0 <= ref.char_start <= ref.char_end <= len(document.text):
+            raise ValueError(
+                f"{name}: chunk {index} spans {ref.char_start}:{ref.char_end} of {len(document.text)} code points"
+            )
+        if ref.page is not None and ref.page < 1:
+            raise ValueError(f"{name}: chunk {index} is on page {ref.page}, pages count from 1")
+
+
+def add(tables: Tables, fingerprint: ModelFingerprint, document: Document) -> bool:
+    """Write a checked document, replacing one of the same id and source; True if one was replaced.
+
+    Raises:
+        ChunkNotFoundError, DocumentConflictError, and ValueError for its metadata; nothing was changed.
+    """
+    key = document_key(fingerprint.digest, document.doc_id)
+    old = _row_or_damaged(tables, key)
+    if isinstance(old, DocumentRow) and old.source != document.source:
+        raise DocumentConflictError(
+            f"document id {document.doc_id!r} is held by {old.source!r}, so {document.source!r} cannot take it; "
+            "give it another id or delete the other first"
+        )
+    new_refs = Counter(ref.chunk_id for ref in document.chunks)
+    if absent := chunks.missing(tables, new_refs):
+        raise ChunkNotFoundError(
+            f"document {document.doc_id!r} refers to {len(absent)} chunks without whole KV (of {len(new_refs)}), the "
+            f"first is {absent[0].hex()}; put them first",
+            tuple(absent),
+        )
+    row = pack_document(key, document, pinned=isinstance(old, DocumentRow) and old.pinned)
+    old_refs = _drop_refs(tables, key)
+    tables.put("documents", key, row)
+    tables.put("texts", key, pack_text(key, document.text))
+    for ref in document.chunks:
+        ref_row = ref_key(key, ref.ordinal)
+        tables.put("refs", ref_row, pack_ref(ref_row, ref))
+    for chunk_id in new_refs | old_refs:
+        if change := new_refs[chunk_id] - old_refs[chunk_id]:
+            chunks.refer(tables, chunk_id, change)
+    add_to_fingerprint(tables, fingerprint, 1 if old is None else 0)
+    count_documents(tables, 1 if old is None else 0)
+    return old is not None
+
+
+def delete(tables: Tables, fingerprint: ModelFingerprint, doc_id: str) -> bool:
+    """Delete a document, damaged or not, and the chunks that only it refers to; False if there is none."""
+    key = document_key(fingerprint.digest, doc_id)
+    if not tables.delete("documents", key):
+        return False
+    tables.delete("texts", key)
+    for chunk_id, n_refs in _drop_refs(tables, key).items():
+        chunks.refer(tables, chunk_id, -n_refs)
+    add_to_fingerprint(tables, fingerprint, -1)
+    count_documents(tables, -1)
+    return True
+
+
+def get(tables: Tables, fingerprint: ModelFingerprint, doc_id: str) -> Document:
+    """Raises DocumentNotFoundError and RecordDamagedError."""
+    key = document_key(fingerprint.digest, doc_id)
+    value = tables.get("documents", key)
+    if value is None:
+        raise DocumentNotFoundError(f"the store holds no document {doc_id!r} under fingerprint {key[:16].hex()}")
+    row = unpack_document(key, value)
+    text = tables.get("texts", key)
+    if text is None:
+        raise damaged("text", key, "it is absent")
+    refs = tuple(unpack_ref(ref, entry, doc_id) for ref, entry in tables.scan("refs", key))
+    if len(refs) != row.n_chunks:
+        raise damaged("document", key, f"{len(refs)} of its {row.n_chunks} references are there")
+    return Document(
+        row.doc_id, row.source, unpack_text(key, text), row.text_id, row.recipe, refs, row.n_tokens, row.metadata
+    )
+
+
+def infos(tables: Tables, fingerprint: ModelFingerprint, on_damage: OnDamage) -> list[DocumentInfo]:
+    """Every whole document of a model in order of doc_id."""
+    found = []
+    for row, refs in _documents(tables, fingerprint, on_damage):
+        chunk_ids = tuple(ref.chunk_id for ref in refs)
+        n_bytes = sum(chunks.stored_bytes(tables, chunk_id) for chunk_id in set(chunk_ids))
+        found.append(
+            DocumentInfo(
+                row.doc_id,
+                row.source,
+                row.text_id,
+                row.recipe,
+                chunk_ids,
+                row.n_tokens,
+                n_bytes,
+                row.pinned,
+                row.metadata,
+            )
+        )
+    return sorted(found, key=lambda info: info.doc_id)
+
+
+def refs(tables: Tables, fingerprint: ModelFingerprint, on_damage: OnDamage) -> list[ChunkRef]:
+    """Every reference of every whole document of a model, in order of (doc_id, ordinal)."""
+    found = sorted(_documents(tables, fingerprint, on_damage), key=lambda entry: entry[0].doc_id)
+    return [ref for _, document_refs in found for ref in document_refs]
+
+
+def set_pinned(tables: Tables, fingerprint: ModelFingerprint, doc_id: str, *, pinned: bool) -> None:
+    """Raises DocumentNotFoundError and RecordDamagedError."""
+    key = document_key(fingerprint.digest, doc_id)
+    value = tables.get("documents", key)
+    if value is None:
+        raise DocumentNotFoundError(f"the store holds no document {doc_id!r} under fingerprint {key[:16].hex()}")
+    tables.put("documents", key, seal_document(key, unpack_document(key, value)._replace(pinned=pinned)))
+    count_documents(tables, 0)
+
+
+def _documents(
+    tables: Tables, fingerprint: ModelFingerprint, on_damage: OnDamage
+) -> Iterator[tuple[DocumentRow, list[ChunkRef]]]:
+    """Documents with their references, in order of key: both tables sort alike, so one pass reads both."""
+    entries = tables.scan("refs", fingerprint.digest)
+    entry = next(entries, None)
+    for key, value in tables.scan("documents", fingerprint.digest):
+        while entry is not None and entry[0][: len(key)] < key:
+            entry = next(entries, None)  # a reference without its document; `verify` names it
+        found = []
+        try:
+            row = unpack_document(key, value)
+            while entry is not None and entry[0].startswith(key):
+                found.append(unpack_ref(*entry, row.doc_id))
+                entry = next(entries, None)
+            if len(found) != row.n_chunks:
+                raise damaged("document", key, f"{len(found)} of its {row.n_chunks} references are there")
+        except RecordDamagedError as error:
+            on_damage(error)
+            continue
+        yield row, found
+
+
+def _row_or_damaged(tables: Tables, key: bytes) -> DocumentRow | RecordDamagedError | None:
+    value = tables.get("documents", key)
+    if value is None:
+        return None
+    try:
+        return unpack_document(key, value)
+    except RecordDamagedError as error:
+        return error
+
+
+def _drop_refs(tables: Tables, key: bytes) -> Counter[ChunkId]:
+    """Delete a document's references; how often each chunk was referred to."""
+    counted: Counter[ChunkId] = Counter()
+    keys = []
+    for ref, value in tables.scan("refs", key):
+        keys.append(ref)
+        try:
+            counted[unpack_ref(ref, value, "").chunk_id] += 1
+        except RecordDamagedError:
+            continue  # the chunk keeps one reference too many until `compact` counts them anew
+    for ref in keys:
+        tables.delete("refs", ref)
+    return counted

@@ -1,0 +1,65 @@
+"""Errors a caller can handle. Every message says what happened, what was got, what was expected, what to do.
+
+PdllmError
+|-- StoreError
+|   |-- StoreNotFoundError        the path holds no store
+|   |-- StoreFormatError          written by another version, or no store of ours
+|   |-- StoreMismatchError        made with another stored dtype, or holds documents of another model only
+|   |-- StoreFullError            the byte cap or the disk is reached
+|   |-- StoreClosedError          used after close()
+|   |-- RecordDamagedError        a record failed its checksum or does not parse
+|   |-- ChunkNotFoundError        a chunk has no stored KV
+|   |-- DocumentNotFoundError     no such document
+|   `-- DocumentConflictError     the document id is already held by another source
+|-- ModelError                    (pdllm_rag.errors)
+|-- DocumentError                 (pdllm_rag.errors)
+`-- RequestError                  (pdllm_rag.errors)
+"""
+
+
+class PdllmError(Exception):
+    """Base of every error that this project raises for its callers."""
+
+
+class StoreError(PdllmError):
+    """Base of the store's errors."""
+
+
+class StoreNotFoundError(StoreError):
+    """The path holds no store, and none was to be created."""
+
+
+class StoreFormatError(StoreError):
+    """The folder is no store of ours, or was written by an incompatible version."""
+
+
+class StoreMismatchError(StoreError):
+    """The store was made for another stored dtype or holds documents of another model only."""
+
+
+class StoreFullError(StoreError):
+    """The byte cap or the disk is full; nothing of the refused record was kept."""
+
+
+class StoreClosedError(StoreError):
+    """The store was used after `close()`."""
+
+
+class RecordDamagedError(StoreError):
+    """A record failed its checksum or does not parse."""
+
+
+class ChunkNotFoundError(StoreError):
+    """A chunk that was asked for has no (whole) stored KV."""
+
+    def __init__(self, message: str, chunk_ids: tuple[bytes, ...] = ()) -> None:
+        super().__init__(message)
+        self.chunk_ids = chunk_ids
+
+
+class DocumentNotFoundError(StoreError):
+    """No document of that id."""
+
+
+class DocumentConflictError(StoreError):
+    """The document id is already held by another source."""

@@ -1,0 +1,39 @@
+"""The tables of one LMDB transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pdllm_store.codec import Buffer
+from pdllm_store.tables import Table
+
+
+class LMDBTables:
+    """`Tables` over one LMDB transaction with `buffers=True`."""
+
+    def __init__(self, transaction: Any, databases: dict[Table, Any]) -> None:
+        self._transaction = transaction
+        self._databases = databases
+
+    def get(self, table: Table, key: bytes) -> Buffer | None:
+        value: Buffer | None = self._transaction.get(key, db=self._databases[table])
+        return value
+
+    def put(self, table: Table, key: bytes, value: Buffer) -> None:
+        self._transaction.put(key, value, db=self._databases[table])
+
+    def delete(self, table: Table, key: bytes) -> bool:
+        return bool(self._transaction.delete(key, db=self._databases[table]))
+
+    def scan(self, table: Table, prefix: bytes = b"", *, after: bytes = b"") -> Iterator[tuple[bytes, Buffer]]:
+        # Nothing sorts between a key and the key with a zero byte behind it.
+        start = max(prefix, after + b"\0" if after else b"")
+        with self._transaction.cursor(db=self._databases[table]) as cursor:
+            if not (cursor.set_range(start) if start else cursor.first()):
+                return
+            for view, value in cursor:
+                key = bytes(view)
+                if not key.startswith(prefix):
+                    return
+                yield key, value

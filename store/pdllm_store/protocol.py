@@ -1,0 +1,118 @@
+"""What a chunk store is: the seam between the engine and any place that keeps KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from pdllm_store.types import (
+    ChunkId,
+    ChunkKV,
+    ChunkMeta,
+    ChunkRef,
+    Document,
+    DocumentInfo,
+    KVDtype,
+    ModelFingerprint,
+    StoreStats,
+)
+
+
+@runtime_checkable
+class ChunkStore(Protocol):
+    """Chunk KV under content ids, and documents that refer to them.
+
+    A document is visible only when every chunk it refers to is whole. Deleting a document deletes the chunks that
+    nobody else refers to. All methods may be called from several threads.
+    """
+
+    @property
+    def kv_dtype(self) -> KVDtype: ...
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def generation(self) -> int:
+        """A number that every change of documents raises, read from the store itself (other processes count)."""
+        ...
+
+    def register(self, fingerprint: ModelFingerprint) -> None:
+        """Remember a fingerprint, so that a store can name the models that it holds documents of.
+
+        Raises:
+            StoreMismatchError: the fingerprint's stored dtype is not the store's.
+        """
+        ...
+
+    def fingerprints(self) -> list[ModelFingerprint]: ...
+
+    def put(self, fingerprint: ModelFingerprint, items: Iterable[tuple[ChunkMeta, ChunkKV]]) -> int:
+        """Write chunks, each all or nothing and all in one transaction; a chunk already held is left as it is.
+
+        Returns the bytes written.
+
+        Raises:
+            StoreFullError: nothing of this call was kept.
+        """
+        ...
+
+    def missing(self, chunk_ids: Sequence[ChunkId]) -> list[ChunkId]:
+        """The distinct ids without whole KV, in the order given."""
+        ...
+
+    def load(self, chunk_id: ChunkId) -> ChunkKV:
+        """One chunk's KV, decoded, [Y, T, G, D] each (bfloat16 for int8 stores).
+
+        Raises:
+            ChunkNotFoundError: not held.
+            RecordDamagedError: held, but its checksum or form is wrong; it is counted and stays until discarded.
+        """
+        ...
+
+    def load_into(self, chunk_id: ChunkId, k: torch.Tensor, v: torch.Tensor) -> None:
+        """As `load`, but into two tensors [Y, T, G, D] of any float dtype and stride, converted on the way."""
+        ...
+
+    def discard(self, chunk_ids: Iterable[ChunkId]) -> None:
+        """Drop the KV of chunks but keep their metas and references: they count as missing from now on."""
+        ...
+
+    def meta(self, chunk_id: ChunkId) -> ChunkMeta:
+        """Raises ChunkNotFoundError if the chunk was never put."""
+        ...
+
+    def iter_meta(self, fingerprint: ModelFingerprint) -> Iterator[ChunkMeta]:
+        """Metas of every chunk that a visible document refers to, once each."""
+        ...
+
+    def add_document(self, fingerprint: ModelFingerprint, document: Document) -> bool:
+        """Make a document visible, replacing an earlier one of the same id; True if one was replaced.
+
+        Raises:
+            ChunkNotFoundError: a chunk of it is missing (its ids are in `.chunk_ids`); nothing was changed.
+            DocumentConflictError: the id is held by a document of another source; nothing was changed.
+        """
+        ...
+
+    def delete_document(self, fingerprint: ModelFingerprint, doc_id: str) -> bool:
+        """Delete a document and the chunks that only it refers to; False if there is none of that id."""
+        ...
+
+    def documents(self, fingerprint: ModelFingerprint) -> list[DocumentInfo]:
+        """In order of doc_id."""
+        ...
+
+    def document(self, fingerprint: ModelFingerprint, doc_id: str) -> Document:
+        """Raises DocumentNotFoundError."""
+        ...
+
+    def refs(self, fingerprint: ModelFingerprint) -> list[ChunkRef]:
+        """Every chunk of every visible document, in document order (doc_id, ordinal)."""
+        ...
+
+    def stats(self) -> StoreStats: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,148 @@
+"""The store's nouns. Axes: Y layers, T tokens of a chunk (BOS included), G key/value heads, D head dim."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import blake3
+import msgpack
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+ChunkId = bytes  # 16 bytes of BLAKE3
+KVDtype = Literal["bfloat16", "float32", "int8"]
+KV_DTYPES: tuple[KVDtype, ...] = ("bfloat16", "float32", "int8")
+FORMAT = 1  # raised whenever a stored byte changes its meaning
+
+ID_BYTES = 16
+
+
+@dataclass(frozen=True)
+class ModelFingerprint:
+    """Everything that changes what a chunk's keys and values mean; two equal fingerprints may share KV.
+
+    Compute dtype, device, thread count and batch shape are left out on purpose: they change rounding, not meaning.
+    """
+
+    family: str
+    weights_digest: str  # hex BLAKE3 of the weight files
+    adapter_digest: str  # hex BLAKE3 of an adapter that acts on chunk rows, "" without one
+    tokenizer_digest: str  # hex BLAKE3
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+    rope: str  # canonical text of theta and scaling
+    kv_dtype: KVDtype
+    bos_id: int
+    prefill_mask: str  # "bidirectional" or "block-causal-<n>"
+    format: int = FORMAT
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that name this fingerprint (BLAKE3 over its fields in canonical order)."""
+        packed = msgpack.packb(sorted(asdict(self).items()), use_bin_type=True)
+        return blake3.blake3(packed).digest(ID_BYTES)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Stored bytes of one token: keys and values of all layers, scales included, record headers left out."""
+        n_vectors = 2 * self.n_layers * self.n_kv_heads
+        if self.kv_dtype == "int8":
+            return n_vectors * (self.head_dim + 4)  # one float32 scale per (token, head)
+        return n_vectors * self.head_dim * (2 if self.kv_dtype == "bfloat16" else 4)
+
+    def chunk_id(self, token_ids: NDArray[np.int32]) -> ChunkId:
+        """Identity of a chunk under this model: BLAKE3 over fingerprint and token ids (little-endian int32)."""
+        return blake3.blake3(self.digest + np.ascontiguousarray(token_ids, dtype="<i4").tobytes()).digest(ID_BYTES)
+
+
+class ChunkRef(NamedTuple):
+    """One chunk as it stands in one document. `char_start:char_end` are code points, half open."""
+
+    doc_id: str
+    ordinal: int
+    chunk_id: ChunkId
+    char_start: int
+    char_end: int
+    page: int | None = None  # 1-based page of a paged source
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkMeta:
+    """What the first stage and the scorer need of a chunk without reading its KV.
+
+    Attributes:
+        token_ids: int32 [T], BOS first.
+        sketch: float16 [G*D], mean un-rotated key of one layer, or None.
+    """
+
+    chunk_id: ChunkId
+    token_ids: NDArray[np.int32]
+    sketch: NDArray[np.float16] | None = None
+
+
+class ChunkKV(NamedTuple):
+    """Keys (rotated at chunk-local positions, BOS at 0) and values of one chunk, both [Y, T, G, D], CPU."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document as it is written: its text, where each chunk stands in it, and what its owner knows of it.
+
+    Attributes:
+        doc_id: unique within a store and model; with the ordinal it defines document order.
+        source: where it came from (a path, a URL, a framework's id); decides conflicts of ids.
+        text: the whole original text; chunk offsets count its code points.
+        text_id: 16 bytes of BLAKE3 over the normalised text; equal text has an equal id under any model.
+        recipe: canonical text of everything that cut the text into chunks; a changed recipe re-cuts the document.
+        chunks: in ordinal order.
+        metadata: JSON-like values only.
+    """
+
+    doc_id: str
+    source: str
+    text: str
+    text_id: bytes
+    recipe: str
+    chunks: tuple[ChunkRef, ...]
+    n_tokens: int
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class DocumentInfo(NamedTuple):
+    """A stored document without its text."""
+
+    doc_id: str
+    source: str
+    text_id: bytes
+    recipe: str
+    chunk_ids: tuple[ChunkId, ...]
+    n_tokens: int
+    n_bytes: int  # stored bytes of its distinct chunks' KV records
+    pinned: bool
+    metadata: Mapping[str, Any]
+
+
+class StoreStats(NamedTuple):
+    """Figures of one store. Counters run since this handle was opened; the rest is read from disk."""
+
+    path: str
+    kv_dtype: KVDtype
+    documents: int
+    chunks: int  # distinct chunks with whole KV
+    orphans: int  # chunks that no document refers to (left by an interrupted prefill)
+    tokens: int
+    kv_bytes: int  # live KV record bytes
+    file_bytes: int  # bytes that the environment really occupies on disk
+    fingerprints: Mapping[str, int]  # hex digest -> documents
+    generation: int  # raised by every change of documents
+    hits: int
+    misses: int
+    damaged: int

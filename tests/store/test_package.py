@@ -1,0 +1,62 @@
+"""What the package shows to others."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+
+import pdllm_store
+
+NAMES = [
+    "FORMAT",
+    "ID_BYTES",
+    "KV_DTYPES",
+    "ChunkId",
+    "ChunkKV",
+    "ChunkMeta",
+    "ChunkNotFoundError",
+    "ChunkRef",
+    "ChunkStore",
+    "Document",
+    "DocumentConflictError",
+    "DocumentInfo",
+    "DocumentNotFoundError",
+    "KVDtype",
+    "LMDBStore",
+    "MemoryStore",
+    "ModelFingerprint",
+    "PdllmError",
+    "RecordDamagedError",
+    "StoreClosedError",
+    "StoreError",
+    "StoreFormatError",
+    "StoreFullError",
+    "StoreMismatchError",
+    "StoreNotFoundError",
+    "StoreStats",
+    "VerifyReport",
+]
+
+
+def test_these_names_are_public() -> None:
+    assert pdllm_store.__all__ == NAMES
+    assert all(hasattr(pdllm_store, name) for name in NAMES)
+
+
+def test_importing_it_pulls_in_no_model_library_and_no_pytest(run_child: Callable[..., str]) -> None:
+    code = """
+        import sys, pdllm_store
+        print(*sorted(sys.modules.keys() & {"transformers", "pdllm_rag", "fastapi", "pytest", "langchain_core"}))
+    """
+    assert run_child(code).strip() == ""
+
+
+def test_no_module_reads_pickles() -> None:
+    folder = Path(pdllm_store.__file__).parent
+    for path in folder.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not imported & {"pickle", "shelve", "marshal"}, path
+        assert not attributes & {"load_state_dict", "UntypedStorage"}, path
