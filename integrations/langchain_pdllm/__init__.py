@@ -1,0 +1,1 @@
+"""LangChain components of pdllm-rag."""

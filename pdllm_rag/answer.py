@@ -1,0 +1,113 @@
+"""What a question comes back with: text, the sources that the model read, and what it cost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pdllm_rag.decoding import DecodeStep
+
+QUOTE_CHARS = 240
+
+# A sentence ends at its full stop, at an empty line, before a list item, heading or table row, or with the text.
+_SENTENCE = re.compile(r"\S.*?(?:[.!?][\"')\]]*(?=\s)|(?=\n\s*(?:\n|[-*|#>+]|\d+[.)]\s))|$)", re.DOTALL)
+
+
+class Citation(NamedTuple):
+    """A passage that the model read. `char_start:char_end` are code points of the document; `quote` is that text."""
+
+    doc_id: str
+    ordinal: int
+    char_start: int
+    char_end: int
+    score: float
+    quote: str
+    page: int | None = None
+
+
+class ChunkCounts(NamedTuple):
+    """Chunks of one answer: served from the store, computed again, and scored."""
+
+    hit: int
+    recomputed: int
+    candidates: int
+
+
+@dataclass(frozen=True)
+class AnswerStats:
+    """Cost and circumstances of one answer.
+
+    Attributes:
+        nfe: forward passes of decoding.
+        tokens: answer tokens up to the end-of-answer token, which is not counted.
+        ms: milliseconds by phase: first_stage, draft, score, load, decode, total.
+        support: probability that the documents hold the answer, or None if the family has no calibration.
+    """
+
+    nfe: int
+    tokens: int
+    prompt_tokens: int
+    context_tokens: int
+    ms: Mapping[str, float]
+    chunks: ChunkCounts
+    policy: str
+    decoder: str
+    model: str
+    finish_reason: str
+    supported: bool
+    support: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {**self.__dict__, "ms": dict(self.ms), "chunks": self.chunks._asdict()}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer. `citations` is empty when the documents do not hold it."""
+
+    text: str
+    citations: tuple[Citation, ...]
+    stats: AnswerStats
+    steps: tuple[DecodeStep, ...] = field(default=(), repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The stable JSON form of `pdllm ask --json`."""
+        citations = []
+        for citation in self.citations:
+            entry = citation._asdict()
+            if entry["page"] is None:
+                del entry["page"]
+            citations.append(entry)
+        return {"answer": self.text, "citations": citations, "stats": self.stats.as_dict()}
+
+
+def best_passage(text: str, answer: str, question: str) -> tuple[int, int]:
+    """Code points [start, end) of the sentence of `text` that holds the answer, else shares most words with both.
+
+    Only the choice of words to show depends on it: the model read the whole chunk.
+    """
+    sentences = [match.span() for match in _SENTENCE.finditer(text)]
+    if not sentences:
+        return 0, len(text)
+    needle = answer.casefold().strip()
+    asked, told = _words(question), _words(answer)
+
+    def rank(span: tuple[int, int]) -> tuple[bool, int, int]:
+        sentence = text[slice(*span)]
+        words = _words(sentence)
+        holds = bool(needle) and re.search(rf"(?<!\w){re.escape(needle)}(?!\w)", sentence.casefold()) is not None
+        return holds, 2 * len(words & told) + len(words & asked), -span[0]
+
+    start, end = max(sentences, key=rank)
+    if end - start > QUOTE_CHARS:
+        at = text[start:end].casefold().find(needle) if needle else -1
+        start += max(0, min(at - QUOTE_CHARS // 2, end - start - QUOTE_CHARS)) if at > 0 else 0
+        end = start + QUOTE_CHARS
+    return start, start + len(text[start:end].rstrip())
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text.casefold()))

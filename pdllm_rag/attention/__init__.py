@@ -1,0 +1,7 @@
+"""Split-S attention: queries over several runs of cached keys, merged by log-sum-exp."""
+
+from pdllm_rag.attention.api import BACKENDS, split_s_attention
+from pdllm_rag.attention.merge import AttentionState, merge
+from pdllm_rag.attention.table import ChunkTable
+
+__all__ = ["BACKENDS", "AttentionState", "ChunkTable", "merge", "split_s_attention"]

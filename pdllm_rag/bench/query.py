@@ -1,0 +1,195 @@
+"""Where a question's time goes, and what static chunk KV saves: everything in one run, in turns.
+
+- asks: whole questions over a store whose KV is already in memory, by phase;
+- decode: static_kv against vanilla over the same chunks, the same prompt and the same number of steps;
+- long_context: static_kv over a few chunks against vanilla over a context of many, which needs no retrieval
+  (cost only: so long a context may be more than the model was trained on);
+- question: the same, but all that a question costs our side (candidates read from disk, scored, decoded);
+- scoring: scoring the candidates against decoding.
+
+Denoising steps are forced: one token is committed at a time and no token ends the answer, so both sides run
+exactly the steps asked for, whatever they decode. Chunks are random tokens: their content does not change the
+work.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+from pdllm_store import ChunkKV, LMDBStore
+
+from pdllm_rag.answer import AnswerStats
+from pdllm_rag.bench.machine import Spread, compare, describe, take_turns
+from pdllm_rag.bench.prefill import random_chunks
+from pdllm_rag.clock import PHASES
+from pdllm_rag.decoding import CommitRule, Decoder, DecodeRequest, StaticKVDecoder, VanillaDecoder
+from pdllm_rag.encoder import ChunkEncoder
+from pdllm_rag.engine import RagEngine
+from pdllm_rag.models.loader import LoadedModel
+from pdllm_rag.models.tokenizer import Prompt
+from pdllm_rag.placement import plan_offsets
+from pdllm_rag.scoring import CandidateScorer, ScoringOptions
+
+QUESTION = "Which instrument did the crew replace on the northern mooring after the storm in March?"
+NO_TOKEN = -1  # an end-of-answer id that no model produces
+
+
+@dataclass(frozen=True)
+class QueryShapes:
+    """Sizes of the comparisons.
+
+    Attributes:
+        chunk_len: tokens of a chunk, BOS included.
+        n_chunks: chunks that both decoders read.
+        long_chunks: chunks of vanilla's long context.
+        candidates: chunks that are scored.
+        steps: denoising steps of a decode, at most one block's.
+    """
+
+    chunk_len: int = 256
+    n_chunks: int = 4
+    long_chunks: int = 16
+    candidates: int = 8
+    steps: int = 6
+
+    def __post_init__(self) -> None:
+        if self.chunk_len < 2 or min(self.n_chunks, self.long_chunks, self.steps) < 1:
+            raise ValueError(f"{self}; expected chunk_len of 2 or more and the others of 1 or more")
+        if self.candidates < self.n_chunks:
+            raise ValueError(f"candidates is {self.candidates}; expected n_chunks ({self.n_chunks}) or more")
+
+
+def bench_query(
+    engine: RagEngine, questions: Sequence[str] = (), *, repeat: int = 5, shapes: QueryShapes | None = None
+) -> dict[str, Any]:
+    """Measure the query side.
+
+    Args:
+        questions: asked over the engine's store; without any, `asks` is None.
+        repeat: counted repetitions of everything; one more goes ahead.
+
+    Raises:
+        ValueError: a bad size; PdllmError: as `RagEngine.answer`.
+    """
+    shapes = shapes or QueryShapes()
+    model = engine.model
+    family = model.spec.family
+    if shapes.steps > family.block_len:
+        raise ValueError(f"steps is {shapes.steps}; expected at most the {family.block_len} of one block")
+    prompt = model.tokenizer.render(family.template, [{"role": "user", "content": QUESTION}])
+    ms = _decodes(model, shapes, repeat, prompt)
+    return {
+        "machine": describe(model)._asdict(),
+        "model": model.spec.name,
+        "repeat": repeat,
+        "shapes": {**asdict(shapes), "prompt_tokens": len(prompt.ids), "answer_rows": family.block_len},
+        "asks": _asks(engine, questions, repeat) if questions else None,
+        **_comparisons(ms, shapes),
+    }
+
+
+def _asks(engine: RagEngine, questions: Sequence[str], repeat: int) -> dict[str, Any]:
+    stats: list[AnswerStats] = []
+    for turn in range(repeat + 1):
+        for question in questions:
+            answer = engine.answer(question)
+            if turn:
+                stats.append(answer.stats)
+    options = engine.options
+    return {
+        "measures": "whole questions, chunk KV in memory",
+        "n_questions": len(questions),
+        "n_asks": len(stats),
+        "k": options.k,
+        "candidates": options.candidates,
+        "decoder": options.decoder,
+        "policy": options.policy,
+        "ms": {phase: Spread.of([one.ms[phase] for one in stats]).as_dict() for phase in (*PHASES, "total")},
+        "nfe": Spread.of([one.nfe for one in stats]).as_dict(),
+        "context_tokens": Spread.of([one.context_tokens for one in stats]).as_dict(),
+    }
+
+
+def _decodes(model: LoadedModel, shapes: QueryShapes, repeat: int, prompt: Prompt) -> dict[str, list[float]]:
+    """Milliseconds of every part that is compared."""
+    chunks = random_chunks(model, max(shapes.long_chunks, shapes.candidates), shapes.chunk_len, seed=0)
+    fingerprint = model.fingerprint("bfloat16")
+    encoder = ChunkEncoder(model, fingerprint)
+    encoded = [entry for batch in encoder.batches(chunks[: shapes.candidates]) for entry in batch]
+    kv = [chunk for _, chunk in encoded]
+    endless = replace(model, spec=replace(model.spec, eos_ids=(NO_TOKEN,)))
+    one_at_a_time = CommitRule(threshold=1.0)
+    static_kv = StaticKVDecoder(endless, one_at_a_time)
+    vanilla = VanillaDecoder(endless, one_at_a_time)
+
+    def decode(decoder: Decoder, n_chunks: int, chunk_kv: Sequence[ChunkKV] = ()) -> None:
+        request = DecodeRequest(
+            prompt.ids,
+            plan_offsets([shapes.chunk_len] * n_chunks, "sequential", chunk_len=shapes.chunk_len),
+            model.spec.family.block_len,
+            chunk_ids=[chunk.tolist() for chunk in chunks[:n_chunks]],
+            chunk_kv=chunk_kv,
+        )
+        n_steps = sum(1 for _ in islice(decoder.steps([request]), shapes.steps))
+        if n_steps != shapes.steps:
+            raise RuntimeError(f"{decoder.name} ended after {n_steps} steps; expected {shapes.steps}")
+
+    with tempfile.TemporaryDirectory(prefix="pdllm-bench-") as folder:
+        store = LMDBStore.open(folder, kv_dtype="bfloat16")
+        try:
+            store.register(fingerprint)
+            store.put(fingerprint, encoded)
+            return take_turns(
+                {
+                    "load": lambda: [store.load(meta.chunk_id) for meta, _ in encoded],
+                    "score": lambda: CandidateScorer(model, prompt, kv).s_i(ScoringOptions().groups),
+                    "static_kv": lambda: decode(static_kv, shapes.n_chunks, kv[: shapes.n_chunks]),
+                    "vanilla": lambda: decode(vanilla, shapes.n_chunks),
+                    "vanilla_long": lambda: decode(vanilla, shapes.long_chunks),
+                },
+                repeat,
+                device=model.backbone.device,
+            )
+        finally:
+            store.close()
+
+
+def _comparisons(ms: Mapping[str, Sequence[float]], shapes: QueryShapes) -> dict[str, Any]:
+    short, long = (n * shapes.chunk_len for n in (shapes.n_chunks, shapes.long_chunks))
+    ours = [sum(parts) for parts in zip(ms["load"], ms["score"], ms["static_kv"], strict=True)]
+
+    def per_step(name: str, key: str, context_tokens: int) -> dict[str, Any]:
+        values = [value / shapes.steps for value in ms[key]]
+        return {"name": name, "context_tokens": context_tokens, "steps": shapes.steps, "ms": values}
+
+    unit = "ms per denoising step, vanilla / static_kv (gathering its KV included)"
+    question = compare(
+        "ms of a whole question, vanilla over the long context / ours (candidates read from disk, scored, decoded)",
+        {"name": "vanilla", "context_tokens": long, "steps": shapes.steps, "ms": ms["vanilla_long"]},
+        {"name": "load, score, static_kv", "context_tokens": short, "steps": shapes.steps, "ms": ours},
+    )
+    return {
+        "decode": compare(
+            f"{unit}, over the same chunks",
+            per_step("vanilla", "vanilla", short),
+            per_step("static_kv", "static_kv", short),
+        ),
+        "long_context": compare(
+            f"{unit}, over many chunks / over few",
+            per_step("vanilla", "vanilla_long", long),
+            per_step("static_kv", "static_kv", short),
+        ),
+        "question": {
+            **question,
+            "parts_ms": {key: Spread.of(ms[key]).as_dict() for key in ("load", "score", "static_kv")},
+        },
+        "scoring": compare(
+            "ms, scoring the candidates / decoding with static_kv",
+            {"name": "score", "candidates": shapes.candidates, "ms": ms["score"]},
+            {"name": "static_kv", "context_tokens": short, "steps": shapes.steps, "ms": ms["static_kv"]},
+        ),
+    }

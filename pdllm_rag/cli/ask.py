@@ -1,0 +1,222 @@
+"""`pdllm ask`: one question, answered from a store, with its sources."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from pdllm_rag.cli.console import (
+    StreamedText,
+    notes,
+    on_terminal,
+    positive_int,
+    print_indented,
+    results,
+    visible,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from pdllm_rag.answer import Answer, AnswerStats, Citation
+    from pdllm_rag.config import AskOptions
+
+DECODERS = ("static_kv", "vanilla")
+POLICIES = ("independent", "joint")
+PLACEMENTS = ("sequential", "gap", "reuse")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "ask",
+        help="answer a question from a store",
+        description="Answer a question from the documents of a store and list what the model read.",
+    )
+    parser.add_argument("question", metavar="QUESTION", help="the question; - reads it from stdin")
+    parser.add_argument("--store", required=True, metavar="DIR", help="folder of the store")
+    parser.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
+    parser.add_argument("--k", type=positive_int, default=4, metavar="N", help="chunks the model reads (default: 4)")
+    parser.add_argument("--candidates", type=positive_int, default=8, metavar="N", help="chunks scored (default: 8)")
+    parser.add_argument(
+        "--filter",
+        type=_key_value,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="only documents with this metadata, doc_id or source; may be given several times",
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=positive_int, default=32, metavar="N", help="longest answer (default: 32)"
+    )
+    parser.add_argument(
+        "--stop",
+        type=_not_empty,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer before this text; may be given several times",
+    )
+    parser.add_argument("--no-abstain", action="store_true", help="show answers that the documents do not support")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--trace", metavar="FILE", help="write one JSON object a denoising step to this file")
+    tuning = parser.add_argument_group("decoding")
+    tuning.add_argument("--decoder", choices=DECODERS, default="static_kv", help="(default: static_kv)")
+    tuning.add_argument("--policy", choices=POLICIES, default="independent", help="(default: independent)")
+    tuning.add_argument("--placement", choices=PLACEMENTS, default="sequential", help="(default: sequential)")
+    tuning.add_argument(
+        "--threshold",
+        type=_probability,
+        default=0.9,
+        metavar="P",
+        help="commit tokens surer than this (default: 0.9)",
+    )
+    tuning.add_argument("--steps", type=positive_int, metavar="N", help="most denoising steps a block (default: any)")
+    tuning.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=0.0,
+        metavar="T",
+        help="0 takes the likeliest token (default: 0)",
+    )
+    tuning.add_argument("--seed", type=_seed, default=0, metavar="N", help="of a temperature above 0 (default: 0)")
+    parser.set_defaults(run=run)
+
+
+def options_of(args: argparse.Namespace) -> AskOptions:
+    """The engine's options that a command line asks for."""
+    from pdllm_rag.config import AskOptions
+
+    return AskOptions(
+        k=args.k,
+        candidates=args.candidates,
+        policy=args.policy,
+        placement=args.placement,
+        decoder=args.decoder,
+        max_new_tokens=args.max_new_tokens,
+        threshold=args.threshold,
+        steps=args.steps,
+        temperature=args.temperature,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        filter=dict(args.filter),
+        abstain=not args.no_abstain,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask, and show the answer as it becomes final, or as JSON."""
+    from pdllm_rag.asking import CanvasUpdate, Final, TextDelta
+    from pdllm_rag.engine import RagEngine
+
+    question = sys.stdin.read() if args.question == "-" else args.question
+    options = options_of(args)
+    console = results()
+    text = StreamedText(console)
+    with ExitStack() as stack:
+        waiting = notes().status(f"Loading {args.model}")
+        if on_terminal(sys.stderr) and not args.json:
+            stack.enter_context(waiting)
+        engine = stack.enter_context(RagEngine.open(args.store, args.model, create=False))
+        trace = stack.enter_context(open(args.trace, "w", encoding="utf-8")) if args.trace else None
+        waiting.update("Looking for sources")
+        stack.callback(text.end)  # an error's line does not hang on half an answer
+        for event in engine.stream(question, options=options):
+            if isinstance(event, CanvasUpdate):
+                waiting.update(f"Answering, step {event.step.nfe}")
+                if trace:
+                    print(json.dumps(event.step._asdict()), file=trace, flush=True)
+            elif isinstance(event, TextDelta) and not args.json:
+                waiting.stop()  # stdout is the answer's from here on
+                text.write(event.text)
+            elif isinstance(event, Final):
+                waiting.stop()
+                answer = event.answer
+    if args.json:
+        write_json(answer.as_dict())
+    else:
+        _show(answer, args, console)
+    return 0
+
+
+def _show(answer: Answer, args: argparse.Namespace, console: Console) -> None:
+    """What stands under the text: sources, or that there are none, and what the answer cost."""
+    console.print()
+    if answer.stats.supported:
+        scored = any(citation.score for citation in answer.citations)
+        console.print(Text("Sources", style="bold"))
+        for number, citation in enumerate(answer.citations, start=1):
+            _show_citation(number, citation, console, scored=scored)
+    else:
+        nothing = f"No source: the documents in {args.store} do not hold an answer to this question."
+        print_indented(console, nothing, indent=0)
+    console.print()
+    if answer.stats.finish_reason == "length":
+        cut = f"The answer was cut at {args.max_new_tokens} tokens; --max-new-tokens allows more."
+        print_indented(console, cut, indent=0, style="dim")
+    print_indented(console, _cost(answer.stats), indent=0, style="dim")
+
+
+def _show_citation(number: int, citation: Citation, console: Console, *, scored: bool) -> None:
+    place = [] if citation.page is None else [f"page {citation.page}"]
+    place += [f"chunk {citation.ordinal}", f"score {citation.score:.2f}" if scored else "not scored"]
+    line = Text.assemble(f"{number:>2}  ", (visible(citation.doc_id), "cyan"), (f"  {', '.join(place)}", "dim"))
+    console.print(line, soft_wrap=True)
+    print_indented(console, citation.quote, indent=4)
+
+
+def _cost(stats: AnswerStats) -> str:
+    phases = ", ".join(f"{name} {ms:.0f}" for name, ms in stats.ms.items() if name != "total")
+    chunks = f"{stats.chunks.hit} hit, {stats.chunks.recomputed} recomputed"
+    return f"{stats.ms['total']:.0f} ms ({phases}), nfe {stats.nfe}, chunks {chunks}"
+
+
+def _key_value(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected KEY=VALUE, such as media_type=text/html")
+    return key, value
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("got an empty text, expected one or more characters")
+    return text
+
+
+def _probability(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
+    return value
+
+
+def _temperature(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of 0 or more")
+    return value
+
+
+def _number(text: str) -> float:
+    """The number, NaN for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _seed(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 0 or more")
+    return value

@@ -1,0 +1,171 @@
+"""`pdllm eval`: how good the answers over a store are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import ExitStack
+from typing import IO, TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pdllm_rag.cli.ask import DECODERS, PLACEMENTS, POLICIES
+from pdllm_rag.cli.console import notes, on_terminal, positive_int, print_table, results, table, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from pdllm_rag.config import AskOptions
+    from pdllm_rag.engine import RagEngine
+    from pdllm_rag.evaluation import Outcome, Question
+
+ANSWERABLE_ROWS = (
+    ("accuracy", "accurate (exact or contained)"),
+    ("accuracy_without_abstaining", "accurate with abstaining off"),
+    ("exact", "exact"),
+    ("f1", "token F1"),
+    ("false_refusals", "refused"),
+    ("recall_at_1", "recall@1"),
+    ("recall_at_4", "recall@4"),
+    ("mrr", "reciprocal rank (first 4)"),
+    ("bm25_recall_at_1", "recall@1, BM25 alone"),
+    ("bm25_recall_at_4", "recall@4, BM25 alone"),
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command and its subcommands."""
+    parser = commands.add_parser("eval", help="measure answers and retrieval", description="Measure quality.")
+    measures = parser.add_subparsers(metavar="MEASURE", dest="measure", required=True)
+    qa = measures.add_parser(
+        "qa",
+        help="ask a file of questions with known answers",
+        description="Ask every question of a file over a store. Answers are compared with the accepted ones, "
+        "retrieved chunks with the documents that hold the answer, refusals with the questions that have "
+        "none. A line is a JSON object: question, answers, doc_ids, kind (answerable, unrelated, near_miss).",
+    )
+    qa.add_argument("--data", required=True, metavar="FILE", help="questions, one JSON object per line")
+    qa.add_argument("--store", metavar="DIR", help="folder of the store; not needed if every row has a context")
+    qa.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
+    qa.add_argument("--k", type=positive_int, default=4, metavar="N", help="chunks the model reads (default: 4)")
+    qa.add_argument("--candidates", type=positive_int, default=8, metavar="N", help="chunks scored (default: 8)")
+    qa.add_argument("--decoder", choices=DECODERS, default="static_kv", help="default: static_kv")
+    qa.add_argument("--policy", choices=POLICIES, default="independent", help="default: independent")
+    qa.add_argument("--placement", choices=PLACEMENTS, default="sequential", help="default: sequential")
+    qa.add_argument("--limit", type=positive_int, metavar="N", help="ask only the first N questions")
+    qa.add_argument("--details", metavar="FILE", help="write each outcome there, one JSON object per line")
+    qa.add_argument("--json", action="store_true", help="print one JSON object and no progress")
+    qa.set_defaults(run=run_qa)
+
+
+def run_qa(args: argparse.Namespace) -> int:
+    """Ask the questions and report."""
+    from pdllm_store import MemoryStore
+
+    from pdllm_rag.config import AskOptions
+    from pdllm_rag.engine import RagEngine
+    from pdllm_rag.evaluation import read_questions, summary
+
+    questions = read_questions(args.data, limit=args.limit)
+    options = AskOptions(
+        k=args.k,
+        candidates=args.candidates,
+        decoder=args.decoder,
+        policy=args.policy,
+        placement=args.placement,
+    )
+    if args.store is None and any(question.context is None for question in questions):
+        raise ValueError("--store is missing and not every question brings its context; expected a store's folder")
+    with ExitStack() as stack:
+        details = stack.enter_context(open(args.details, "w", encoding="utf-8")) if args.details else None
+        store = MemoryStore() if args.store is None else args.store
+        engine = stack.enter_context(RagEngine.open(store, args.model, create=False))
+        outcomes = _ask(engine, questions, options, details, live=on_terminal(sys.stderr) and not args.json)
+        figures = {
+            "data": args.data,
+            **summary(outcomes),
+            "settings": _settings(engine, options),
+        }
+    if args.json:
+        write_json(figures)
+        return 0
+    console = results()
+    for part in _tables(figures):
+        print_table(console, part)
+        console.print()
+    return 0
+
+
+def _ask(
+    engine: RagEngine,
+    questions: Sequence[Question],
+    options: AskOptions,
+    details: IO[str] | None,
+    *,
+    live: bool,
+) -> list[Outcome]:
+    from pdllm_rag.evaluation import ask_all
+
+    outcomes = []
+    with Progress(
+        TextColumn("Asking"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=notes(),
+        expand=True,
+        transient=True,
+        disable=not live,
+    ) as bar:
+        task = bar.add_task("", total=len(questions))
+        for outcome in ask_all(engine, questions, options):
+            outcomes.append(outcome)
+            bar.advance(task)
+            if details is not None:
+                print(json.dumps(outcome.as_dict()), file=details, flush=True)
+    return outcomes
+
+
+def _settings(engine: RagEngine, options: AskOptions) -> dict[str, Any]:
+    return {
+        "model": engine.model.spec.name,
+        "weights": engine.fingerprint.weights_digest,
+        "dtype": str(engine.model.backbone.dtype).removeprefix("torch."),
+        "kv_dtype": engine.fingerprint.kv_dtype,
+        "store": engine.store.path,
+        "k": options.k,
+        "candidates": options.candidates,
+        "decoder": options.decoder,
+        "policy": options.policy,
+        "placement": options.placement,
+        "max_new_tokens": options.max_new_tokens,
+        "threshold": options.threshold,
+        "abstain": options.abstain,
+    }
+
+
+def _tables(figures: dict[str, Any]) -> list[Table]:
+    headers = ("questions", "measure", "value", "95 % interval", "n")
+    quality = table(*headers, right=headers[2:])
+    answerable = figures["answerable"]
+    for key, label in ANSWERABLE_ROWS:
+        n = answerable["n_retrieval" if "recall" in key or key == "mrr" else "n"]
+        quality.add_row("answerable", label, *_estimate(answerable[key]), str(n))
+    for kind, label in (("unrelated", "unrelated"), ("near_miss", "near miss")):
+        part = figures[kind]
+        quality.add_row(label, "refused", *_estimate(part["refused"]), str(part["n"]))
+    cost = table("cost", "median", "90th percentile", right=("median", "90th percentile"))
+    for key, label in (("nfe", "forward passes"), ("ms", "total ms")):
+        cost.add_row(label, f"{figures[key]['median']:.0f}", f"{figures[key]['p90']:.0f}")
+    for phase, median in figures["ms"]["phases"].items():
+        cost.add_row(f"{phase.replace('_', ' ')} ms", f"{median:.1f}", "")
+    return [quality, cost]
+
+
+def _estimate(estimate: dict[str, float] | None) -> tuple[str, str]:
+    if estimate is None:
+        return "-", "-"
+    return f"{estimate['value']:.3f}", f"{estimate['low']:.3f} to {estimate['high']:.3f}"

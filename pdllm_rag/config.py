@@ -1,0 +1,85 @@
+"""Options of a question, checked once, up front."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from pdllm_rag.decoding import CommitRule, Decoder, Sampling, StaticKVDecoder, VanillaDecoder
+from pdllm_rag.models.loader import LoadedModel
+from pdllm_rag.placement import MODES
+from pdllm_rag.policies import POLICIES
+
+DECODERS: dict[str, Callable[[LoadedModel, CommitRule], Decoder]] = {
+    "static_kv": StaticKVDecoder,
+    "vanilla": VanillaDecoder,
+}
+
+
+@dataclass(frozen=True)
+class AskOptions:
+    """Options of one question.
+
+    Attributes:
+        k: chunks that the model reads.
+        candidates: chunks of the first stage that are scored.
+        policy: where their KV comes from (`policies`).
+        placement: where they stand (`placement`).
+        decoder: "static_kv", or "vanilla", which encodes the chunks anew at each step.
+        max_new_tokens: most answer tokens.
+        threshold: confidence above which a proposal is committed at once.
+        steps: most denoising steps per block, or None.
+        temperature, seed: sampling; temperature 0 is deterministic.
+        stop: strings that end the answer.
+        filter: metadata that a document must have (`doc_id` and `source` count as metadata).
+        abstain: withhold an answer that the documents do not support.
+        cancel: set it from another thread to stop.
+    """
+
+    k: int = 4
+    candidates: int = 8
+    policy: str = "independent"
+    placement: str = "sequential"
+    decoder: str = "static_kv"
+    max_new_tokens: int = 32
+    threshold: float = 0.9
+    steps: int | None = None
+    temperature: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    filter: Mapping[str, Any] = field(default_factory=dict)
+    abstain: bool = True
+    cancel: threading.Event | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("k", "candidates", "max_new_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
+        for name, known in (("policy", POLICIES), ("placement", MODES), ("decoder", tuple(DECODERS))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise ValueError(f"stop is {self.stop!r}; expected non-empty strings")
+        CommitRule(self.threshold, self.steps)
+        Sampling(self.temperature, self.seed)
+
+    def with_changes(self, changes: Mapping[str, Any]) -> AskOptions:
+        """A copy with some options changed.
+
+        Raises:
+            ValueError: an unknown option or a bad value.
+        """
+        known = {f.name for f in fields(self)}
+        unknown = sorted(set(changes) - known)
+        if unknown:
+            raise ValueError(f"unknown option {unknown[0]!r}; expected one of {', '.join(sorted(known))}")
+        return replace(self, **changes)
+
+    def make_decoder(self, model: LoadedModel) -> Decoder:
+        """The decoder that these options name."""
+        return DECODERS[self.decoder](model, CommitRule(self.threshold, self.steps))

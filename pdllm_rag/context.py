@@ -1,0 +1,103 @@
+"""Chunk KV gathered for the sequences of one forward pass, with room for each one's canvas.
+
+The context of a question does not change over its denoising steps, so it is copied once into one buffer, each chunk
+rotated to where it stands on the way; a step then reads one contiguous run. (The rotation can also be left to the
+query: a table with offsets gives the same attention, see `attention.split_s_attention`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from pdllm_store import ChunkKV
+
+from pdllm_rag.attention import ChunkTable
+from pdllm_rag.models.rope import Rope
+from pdllm_rag.placement import Placement
+
+
+class SequenceLayout(NamedTuple):
+    """Where one sequence's keys lie.
+
+    table: its chunks, then its canvas.
+    canvas_row: first buffer row of its canvas.
+    n_rows: canvas rows.
+    canvas_start: position of the first canvas row.
+    """
+
+    table: ChunkTable
+    canvas_row: int
+    n_rows: int
+    canvas_start: int
+
+    def positions(self) -> torch.Tensor:
+        """int64 [n_rows] positions of the canvas rows."""
+        return torch.arange(self.canvas_start, self.canvas_start + self.n_rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """Buffers k, v [Y, S, G, D] and one layout per sequence."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    sequences: tuple[SequenceLayout, ...]
+
+    def narrowed(self, kept: Sequence[int], canvas_lens: Sequence[int]) -> Context:
+        """The same buffers for some of the sequences, with canvases of other lengths within their room."""
+        layouts = []
+        for index, n_rows in zip(kept, canvas_lens, strict=True):
+            layout = self.sequences[index]
+            if n_rows > layout.n_rows:
+                raise ValueError(f"canvas of {n_rows} rows in a context with room for {layout.n_rows}")
+            runs = [*layout.table.runs()][:-1]
+            table = ChunkTable.of([*runs, (layout.canvas_row, n_rows, 0)])
+            layouts.append(layout._replace(table=table, n_rows=n_rows))
+        return Context(self.k, self.v, tuple(layouts))
+
+
+class Placed(NamedTuple):
+    """What one sequence attends to: chunks in document order and where they stand."""
+
+    chunks: tuple[ChunkKV, ...]
+    placement: Placement
+
+
+@torch.inference_mode()
+def gather(
+    placed: Sequence[Placed],
+    canvas_lens: Sequence[int],
+    *,
+    rope: Rope,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Context:
+    """Copy chunks into one buffer, sequence after sequence, each followed by room for its canvas.
+
+    Args:
+        placed: per sequence its chunks [Y, T, G, D] (any float dtype) and their placement.
+        canvas_lens: canvas rows per sequence.
+        shape: (Y, G, D) of the model.
+        dtype, device: of the buffers; keys are rotated in float32 and rounded once.
+    """
+    n_layers, n_kv_heads, head_dim = shape
+    n_rows = sum(canvas_lens) + sum(chunk.k.shape[1] for one in placed for chunk in one.chunks)
+    k = torch.empty(n_layers, n_rows, n_kv_heads, head_dim, dtype=dtype, device=device)
+    v = torch.empty_like(k)
+    sequences, row = [], 0
+    for one, canvas_len in zip(placed, canvas_lens, strict=True):
+        runs = []
+        for chunk, offset in zip(one.chunks, one.placement.offsets, strict=True):
+            length = chunk.k.shape[1]
+            k[:, row : row + length] = rope.shift(chunk.k.to(device), offset) if offset else chunk.k
+            v[:, row : row + length] = chunk.v
+            runs.append((row, length, 0))
+            row += length
+        table = ChunkTable.of([*runs, (row, canvas_len, 0)])
+        sequences.append(SequenceLayout(table, row, canvas_len, one.placement.canvas_start))
+        row += canvas_len
+    return Context(k, v, tuple(sequences))

@@ -1,0 +1,99 @@
+"""The loop of the confidence decoders: forward, propose, commit, until every sequence is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
+from pdllm_rag.decoding.sampling import above_threshold, most_confident, propose, quota
+from pdllm_rag.models.spec import ModelSpec
+
+# Logits [M, V] at the open rows of each active canvas; gets the indices of the active sequences.
+Forward = Callable[[Sequence[int], Sequence[Canvas]], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class CommitRule:
+    """Which proposals become final in a step.
+
+    Attributes:
+        threshold: every proposal above this confidence is committed, the most confident one always.
+        steps: if given, at least an even share of a block's open rows is committed, so that a block takes at most
+            `steps` steps.
+    """
+
+    threshold: float = 0.9
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold}; expected 0 to 1")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps is {self.steps} per block; expected 1 or more")
+
+
+def denoise(
+    requests: Sequence[DecodeRequest], forward: Forward, spec: ModelSpec, rule: CommitRule
+) -> Iterator[DecodeStep]:
+    """Run sequences to their end under one commit rule; a finished sequence leaves the batch."""
+    canvases = [
+        Canvas(
+            request.prompt_ids,
+            mask_id=spec.mask_id,
+            eos_ids=spec.eos_ids,
+            block_len=spec.family.block_len,
+            max_new_tokens=request.max_new_tokens,
+        )
+        for request in requests
+    ]
+    generators = [torch.Generator().manual_seed(request.sampling.seed) for request in requests]
+    nfe = [0] * len(requests)
+    steps_in_block = [0] * len(requests)
+    active = list(range(len(requests)))
+    while active:
+        for index in [i for i in active if requests[i].cancel.is_set()]:
+            active.remove(index)
+            yield DecodeStep(index, (), (), (), nfe[index], "cancelled")
+        if not active:
+            return
+        logits = forward(active, [canvases[i] for i in active])
+        still_active = []
+        for index, own_logits in zip(active, logits, strict=True):
+            request, canvas = requests[index], canvases[index]
+            probe = _probe(own_logits, request.probe_ids) if nfe[index] == 0 else None
+            nfe[index] += 1
+            open_rows = canvas.open_rows()
+            proposal = propose(own_logits, temperature=request.sampling.temperature, generator=generators[index])
+            chosen = above_threshold(proposal.confidence, rule.threshold)
+            if rule.steps is not None:
+                share = quota(len(open_rows), rule.steps - steps_in_block[index])
+                chosen |= most_confident(proposal.confidence, share)
+            rows, tokens = canvas.commit(open_rows[chosen], proposal.tokens[chosen])
+            n_rows = len(canvas.masked)
+            finished = canvas.advance()
+            steps_in_block[index] = 0 if len(canvas.masked) > n_rows else steps_in_block[index] + 1
+            if finished is None:
+                still_active.append(index)
+            confidence = dict(zip(open_rows[chosen].tolist(), proposal.confidence[chosen].tolist(), strict=True))
+            yield DecodeStep(
+                index,
+                tuple(rows.tolist()),
+                tuple(tokens.tolist()),
+                tuple(confidence.get(row, 1.0) for row in rows.tolist()),
+                nfe[index],
+                finished,
+                probe,
+            )
+        active = still_active
+
+
+def _probe(logits: torch.Tensor, probe_ids: Sequence[int]) -> float | None:
+    """Mean ln p of the probe's tokens at the first rows, each on its own; None without a probe."""
+    ids = torch.tensor(list(probe_ids)[: len(logits)], dtype=torch.int64)
+    if not len(ids):
+        return None
+    rows = torch.log_softmax(logits[: len(ids)], dim=-1)
+    return float(rows.gather(1, ids[:, None]).mean())

@@ -1,0 +1,60 @@
+"""Vanilla decoding: each step encodes chunks, question and answer anew, every row seeing every row.
+
+The reference in quality for dense prompts and the baseline in cost for everything else.
+Source: LLaDA (arXiv 2502.09992), low-confidence remasking without remasking of committed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from pdllm_rag.attends import DenseAttend
+from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
+from pdllm_rag.decoding.denoise import CommitRule, denoise
+from pdllm_rag.decoding.static_kv import answer_logits
+from pdllm_rag.models.loader import LoadedModel
+
+
+class VanillaDecoder:
+    """Decodes over a dense prompt; needs no stored KV."""
+
+    name = "vanilla"
+    needs_kv = False
+
+    def __init__(self, model: LoadedModel, rule: CommitRule | None = None) -> None:
+        self._model = model
+        self._rule = rule or CommitRule()
+
+    def steps(self, requests: Sequence[DecodeRequest]) -> Iterator[DecodeStep]:
+        """See `Decoder.steps`."""
+        backbone = self._model.backbone
+        prefixes = [torch.tensor([t for ids in r.chunk_ids for t in ids], dtype=torch.int64) for r in requests]
+        places = [_positions(r) for r in requests]
+
+        def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[torch.Tensor]:
+            ids, positions, lens = [], [], []
+            for index, canvas in zip(active, canvases, strict=True):
+                start = requests[index].placement.canvas_start
+                ids += [prefixes[index], canvas.ids]
+                positions += [places[index], torch.arange(start, start + len(canvas.ids))]
+                lens.append(len(prefixes[index]) + len(canvas.ids))
+            attend = DenseAttend(backbone.rope, lens, torch.cat(positions).to(backbone.device))
+            hidden = backbone.hidden(torch.cat(ids).to(backbone.device), attend)
+            return answer_logits(self._model, hidden, canvases, [len(prefixes[i]) for i in active])
+
+        return denoise(requests, forward, self._model.spec, self._rule)
+
+
+def _positions(request: DecodeRequest) -> torch.Tensor:
+    """int64 positions of the context tokens; chunks stand where the placement puts them."""
+    if len(request.chunk_ids) != len(request.placement.offsets):
+        raise ValueError(
+            f"request has {len(request.chunk_ids)} chunks for {len(request.placement.offsets)} places; expected as many"
+        )
+    runs = [
+        torch.arange(offset, offset + len(ids))
+        for ids, offset in zip(request.chunk_ids, request.placement.offsets, strict=True)
+    ]
+    return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)

@@ -1,0 +1,100 @@
+"""The layer loop, over packed rows, with injected attention.
+
+- weights and modules are the library's; the loop is ours, so prefill, scoring and every decoder share it;
+- rows of all sequences lie one after another ("packed"): no padding exists, so none can leak;
+- `attend` receives un-rotated queries and keys and owns positions, masks and caches.
+
+Axes: N packed rows, H query heads, G key/value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from pdllm_rag.models.rope import Rope
+
+
+class Attend(Protocol):
+    """Attention of one layer over packed rows."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Context of every row, [N, H, D], from q [N, H, D] and k, v [N, G, D], all un-rotated."""
+        ...
+
+
+class Backbone:
+    """A decoder stack of the Llama/Qwen2/Qwen3 shape.
+
+    Args:
+        model: a transformers `*ForCausalLM` whose `.model.layers` have the usual names.
+        rope: the model's rotary tables.
+        forbidden_from: logits of ids at or above it are never returned as finite (rows beyond the tokenizer).
+        mask_id: its logit is -inf: a mask is never an answer.
+    """
+
+    def __init__(self, model: Any, rope: Rope, *, mask_id: int, forbidden_from: int) -> None:
+        self.model = model
+        self.rope = rope
+        self.mask_id = mask_id
+        self.forbidden_from = forbidden_from
+        config = model.config
+        self.n_layers: int = config.num_hidden_layers
+        self.n_heads: int = config.num_attention_heads
+        self.n_kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.dtype: torch.dtype = model.model.embed_tokens.weight.dtype
+        self.device: torch.device = model.model.embed_tokens.weight.device
+
+    @torch.inference_mode()
+    def hidden(self, ids: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Final normed hidden states [N, hidden] of packed token ids int64 [N]."""
+        x = self._embed(ids)
+        for index, layer in enumerate(self.model.model.layers):
+            context = attend(index, *self._project(layer, x))
+            x = x + layer.self_attn.o_proj(context.reshape(1, context.shape[0], -1))
+            x = x + _feed_forward(layer, x)
+        normed: torch.Tensor = self.model.model.norm(x)[0]
+        return normed
+
+    @torch.inference_mode()
+    def encode(self, ids: torch.Tensor, attend: Attend) -> None:
+        """Run the layers for what `attend` captures; whatever only the output would need is left out."""
+        x = self._embed(ids)
+        last = self.n_layers - 1
+        for index, layer in enumerate(self.model.model.layers):
+            context = attend(index, *self._project(layer, x))
+            if index < last:
+                x = x + layer.self_attn.o_proj(context.reshape(1, context.shape[0], -1))
+                x = x + _feed_forward(layer, x)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits [M, V] of hidden rows [M, hidden]; the mask id and unused rows are -inf."""
+        logits: torch.Tensor = self.model.lm_head(hidden[None])[0].float()
+        logits[:, self.mask_id] = -torch.inf
+        logits[:, self.forbidden_from :] = -torch.inf
+        return logits
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.model.model.embed_tokens(ids[None])
+        return embedded
+
+    def _project(self, layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        attention = layer.self_attn
+        x = layer.input_layernorm(x)
+        q = attention.q_proj(x).view(-1, self.n_heads, self.head_dim)
+        k = attention.k_proj(x).view(-1, self.n_kv_heads, self.head_dim)
+        v = attention.v_proj(x).view(-1, self.n_kv_heads, self.head_dim)
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        return q, k, v
+
+
+def _feed_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    out = layer.mlp(layer.post_attention_layernorm(x))
+    output: torch.Tensor = (
+        out[0] if isinstance(out, tuple) else out
+    )  # mixture-of-experts blocks also return router logits
+    return output

@@ -1,0 +1,271 @@
+"""Documents into the store: only what is missing is computed, and a document is visible only when it is whole.
+
+- chunks are durable as soon as their batch is written, so a run that was killed goes on where it stopped;
+- an unchanged document (same text, same recipe) costs no model work, a changed one only its changed chunks;
+- a document that fails is reported with its reason; the others go in.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pdllm_store import ChunkId, ChunkNotFoundError, ChunkRef, ChunkStore, Document, ModelFingerprint, StoreError
+
+from pdllm_rag.chunking import recipe, split, text_id
+from pdllm_rag.encoder import ChunkEncoder
+from pdllm_rag.errors import DocumentError, EmptyDocumentError
+from pdllm_rag.models.loader import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+FLUSH_TOKENS = 4096  # chunks are collected over documents up to this, so that batches are full and alike in length
+MAX_ATTEMPTS = 3  # of making a document visible while other processes delete chunks that it shares
+
+
+@dataclass(frozen=True)
+class InputDocument:
+    """A document to prefill.
+
+    Attributes:
+        doc_id: unique within the store and model.
+        source: where it came from; another source may not take over the id.
+        pages: code points [start, end) of each page, or None.
+        metadata: JSON-like values, kept with the document and offered to filters.
+    """
+
+    doc_id: str
+    text: str
+    source: str
+    pages: Sequence[tuple[int, int]] | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Failure(NamedTuple):
+    """A document that did not go in. `path` is its path or id."""
+
+    path: str
+    reason: str
+
+
+@dataclass
+class PrefillReport:
+    """What a prefill did. Counts are documents, chunks, tokens (BOS included), bytes and seconds."""
+
+    added: int = 0
+    updated: int = 0
+    unchanged: int = 0
+    failed: list[Failure] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    pruned: list[str] = field(default_factory=list)
+    chunks_computed: int = 0
+    chunks_reused: int = 0
+    chunks_blank: int = 0
+    tokens: int = 0
+    bytes_written: int = 0
+    text_bytes: int = 0
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The stable JSON form of `pdllm prefill --json`."""
+        return {
+            "documents": {
+                "added": self.added,
+                "updated": self.updated,
+                "unchanged": self.unchanged,
+                "failed": [failure._asdict() for failure in self.failed],
+                "missing": self.missing,
+                "pruned": self.pruned,
+            },
+            "chunks": {
+                "computed": self.chunks_computed,
+                "reused": self.chunks_reused,
+                "blank": self.chunks_blank,
+            },
+            "tokens": self.tokens,
+            "tokens_per_s": self.tokens / self.seconds if self.seconds else 0.0,
+            "seconds": self.seconds,
+            "bytes": {"written": self.bytes_written, "text": self.text_bytes},
+        }
+
+
+class Progress(NamedTuple):
+    """How far a prefill is, after each batch and each document."""
+
+    documents: int
+    tokens: int
+    doc_id: str
+
+
+class _Pending(NamedTuple):
+    document: Document
+    chunks: dict[ChunkId, NDArray[np.int32]]
+    replaces: bool
+
+
+class Prefiller:
+    """Cuts, encodes and stores documents of one model.
+
+    Args:
+        chunk_len: tokens of a chunk, BOS included.
+    """
+
+    def __init__(self, model: LoadedModel, store: ChunkStore, fingerprint: ModelFingerprint, *, chunk_len: int) -> None:
+        limit = model.spec.family.max_chunk_len
+        if chunk_len > limit:
+            logger.warning(
+                "chunk_len %d is beyond the %d tokens that %s was trained on", chunk_len, limit, model.spec.family.name
+            )
+        self._model = model
+        self._store = store
+        self._fingerprint = fingerprint
+        self._chunk_len = chunk_len
+        self._recipe = recipe(chunk_len)
+        self._encoder = ChunkEncoder(model, fingerprint)
+
+    def run(
+        self, documents: Iterable[InputDocument | Failure], on_progress: Callable[[Progress], None] | None = None
+    ) -> PrefillReport:
+        """Bring documents into the store; a `Failure` among them is passed on to the report.
+
+        Raises:
+            StoreError: the store itself failed (full, closed, damaged); what was written before stays.
+        """
+        report = PrefillReport()
+        started = time.perf_counter()
+        held = {info.doc_id: info for info in self._store.documents(self._fingerprint)}
+        self._store.register(self._fingerprint)
+        pending: list[_Pending] = []
+        wanted: dict[ChunkId, NDArray[np.int32]] = {}
+        n_tokens = 0
+        for document in documents:
+            if isinstance(document, Failure):
+                report.failed.append(document)
+                self._notify(on_progress, report, document.path)
+                continue
+            report.text_bytes += len(document.text.encode("utf-8", "surrogatepass"))
+            info = held.get(document.doc_id)
+            identity = text_id(document.text)
+            if info and (info.text_id, info.recipe, info.source) == (identity, self._recipe, document.source):
+                report.unchanged += 1
+                report.chunks_reused += len(info.chunk_ids)
+                self._notify(on_progress, report, document.doc_id)
+                continue
+            try:
+                entry = self._cut(document, identity, report, replaces=info is not None)
+            except (DocumentError, ValueError) as error:
+                report.failed.append(Failure(document.doc_id, str(error)))
+                continue
+            pending.append(entry)
+            for chunk_id in self._store.missing(list(entry.chunks)):
+                if chunk_id not in wanted:
+                    wanted[chunk_id] = entry.chunks[chunk_id]
+                    n_tokens += len(entry.chunks[chunk_id])
+            if n_tokens >= FLUSH_TOKENS:
+                self._flush(pending, wanted, report, on_progress)
+                pending, wanted, n_tokens = [], {}, 0
+        self._flush(pending, wanted, report, on_progress)
+        report.seconds = time.perf_counter() - started
+        return report
+
+    def encode_text(self, doc_id: str, text: str) -> tuple[Document, dict[ChunkId, NDArray[np.int32]]]:
+        """Cut a text as `run` does, without storing anything: a document and its chunks' token ids."""
+        entry = self._cut(InputDocument(doc_id, text, doc_id), text_id(text), PrefillReport(), replaces=False)
+        return entry.document, entry.chunks
+
+    @property
+    def encoder(self) -> ChunkEncoder:
+        """The encoder in use."""
+        return self._encoder
+
+    def _cut(self, document: InputDocument, identity: bytes, report: PrefillReport, *, replaces: bool) -> _Pending:
+        tokenizer = self._model.tokenizer
+        result = split(document.text, tokenizer.encode_with_offsets, chunk_len=self._chunk_len)
+        report.chunks_blank += result.n_blank
+        if not result.spans:
+            raise EmptyDocumentError(f"{document.doc_id!r} holds no text; expected at least one visible character")
+        bos = np.array([self._model.spec.bos_id], dtype=np.int32)
+        chunks: dict[ChunkId, NDArray[np.int32]] = {}
+        refs = []
+        for ordinal, span in enumerate(result.spans):
+            token_ids = np.concatenate((bos, span.token_ids))
+            chunk_id = self._fingerprint.chunk_id(token_ids)
+            chunks[chunk_id] = token_ids
+            page = _page_at(document.pages, span.char_start)
+            refs.append(ChunkRef(document.doc_id, ordinal, chunk_id, span.char_start, span.char_end, page))
+        stored = Document(
+            doc_id=document.doc_id,
+            source=document.source,
+            text=document.text,
+            text_id=identity,
+            recipe=self._recipe,
+            chunks=tuple(refs),
+            n_tokens=sum(len(span.token_ids) + 1 for span in result.spans),
+            metadata=dict(document.metadata),
+        )
+        return _Pending(stored, chunks, replaces)
+
+    def _flush(
+        self,
+        pending: list[_Pending],
+        wanted: dict[ChunkId, NDArray[np.int32]],
+        report: PrefillReport,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        name = pending[0].document.doc_id if pending else ""
+        for batch in self._encoder.batches(list(wanted.values())):
+            report.bytes_written += self._store.put(self._fingerprint, batch)
+            report.chunks_computed += len(batch)
+            report.tokens += sum(len(meta.token_ids) for meta, _ in batch)
+            self._notify(on_progress, report, name)
+        computed = set(wanted)
+        for entry in pending:
+            report.chunks_reused += len(set(entry.chunks) - computed)
+            computed -= set(entry.chunks)
+            try:
+                self._publish(entry)
+            except (StoreError, ValueError) as error:
+                if isinstance(error, StoreError) and not _is_about_one_document(error):
+                    raise
+                report.failed.append(Failure(entry.document.doc_id, str(error)))
+            else:
+                report.updated += entry.replaces
+                report.added += not entry.replaces
+            self._notify(on_progress, report, entry.document.doc_id)
+
+    def _publish(self, entry: _Pending) -> None:
+        """Make a document visible; chunks that another process deleted meanwhile are computed again."""
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                self._store.add_document(self._fingerprint, entry.document)
+                return
+            except ChunkNotFoundError as error:
+                lost = error.chunk_ids or tuple(self._store.missing(list(entry.chunks)))
+                for batch in self._encoder.batches([entry.chunks[chunk_id] for chunk_id in lost]):
+                    self._store.put(self._fingerprint, batch)
+        self._store.add_document(self._fingerprint, entry.document)
+
+    def _notify(self, on_progress: Callable[[Progress], None] | None, report: PrefillReport, doc_id: str) -> None:
+        if on_progress is not None:
+            done = report.added + report.updated + report.unchanged + len(report.failed)
+            on_progress(Progress(done, report.tokens, doc_id))
+
+
+def _is_about_one_document(error: StoreError) -> bool:
+    from pdllm_store import DocumentConflictError
+
+    return isinstance(error, (DocumentConflictError, ChunkNotFoundError))
+
+
+def _page_at(pages: Sequence[tuple[int, int]] | None, char: int) -> int | None:
+    if pages is None:
+        return None
+    for number, (_, end) in enumerate(pages, start=1):
+        if char < end:
+            return number
+    return len(pages) or None

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny import save_tiny_model
+
+from pdllm_rag.models import LoadedModel, load_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(2, before))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random three-layer checkpoint folder."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_model_path: Path) -> LoadedModel:
+    """The same, loaded in float32."""
+    return load_model(str(tiny_model_path), dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> LoadedModel:
+    """The bundled model, loaded once."""
+    return load_model("demo")
