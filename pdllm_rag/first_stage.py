@@ -10,10 +10,11 @@ from __future__ import annotations
 import sqlite3
 import threading
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from itertools import groupby
 from typing import NamedTuple
 
-from pdllm_store import ChunkRef, ChunkStore, ModelFingerprint
+from pdllm_store import ChunkId, ChunkRef, ChunkStore, ModelFingerprint
 
 TITLE_WEIGHT = 0.5
 
@@ -46,20 +47,20 @@ class BM25Index:
     def search(self, question: str, n: int, *, doc_ids: Collection[str] | None = None) -> list[Candidate]:
         """The n best chunks, best first, ties in document order; chunks without a shared word fill up to n.
 
+        A chunk that stands in several documents is listed once, where it ranks best.
+
         Args:
             doc_ids: only chunks of these documents.
         """
         with self._lock:
             self._follow()
-            found = self._matches(question, n, doc_ids)
-            if len(found) < n:
-                seen = {candidate.ref for candidate in found}
-                for ref in sorted(self._rows.values()):
-                    if len(found) == n:
-                        break
-                    if ref not in seen and (doc_ids is None or ref.doc_id in doc_ids):
-                        found.append(Candidate(ref, 0.0))
-            return found
+            found: dict[ChunkId, Candidate] = {}
+            for candidate in self._ranked(question):
+                if len(found) == n:
+                    break
+                if doc_ids is None or candidate.ref.doc_id in doc_ids:
+                    found.setdefault(candidate.ref.chunk_id, candidate)
+            return list(found.values())
 
     def size(self) -> int:
         """Chunks indexed now."""
@@ -71,26 +72,24 @@ class BM25Index:
         """Free the index."""
         self._database.close()
 
-    def _matches(self, question: str, n: int, doc_ids: Collection[str] | None) -> list[Candidate]:
+    def _ranked(self, question: str) -> Iterator[Candidate]:
+        """Every chunk, those that share a word with the question first."""
         words = list(dict.fromkeys(folded(question).split()))
-        if not words:
-            return []
-        query = " OR ".join('"' + word.replace('"', '""') + '"' for word in words)
-        rows = self._database.execute(
-            f"SELECT rowid, -bm25(chunks, 1.0, {TITLE_WEIGHT}) AS score FROM chunks WHERE chunks MATCH ? "
-            "ORDER BY score DESC, rowid",
-            (query,),
-        )
-        found: list[Candidate] = []
-        last_score = None
-        for rowid, score in rows:
-            if len(found) >= n and score != last_score:
-                break
-            ref = self._rows[rowid]
-            if doc_ids is None or ref.doc_id in doc_ids:
-                found.append(Candidate(ref, score))
-                last_score = score
-        return sorted(found, key=lambda candidate: (-candidate.score, candidate.ref))[:n]
+        seen = set()
+        if words:
+            query = " OR ".join(f'"{word}"' for word in words)
+            rows = self._database.execute(
+                f"SELECT -bm25(chunks, 1.0, {TITLE_WEIGHT}) AS score, rowid FROM chunks WHERE chunks MATCH ? "
+                "ORDER BY score DESC",
+                (query,),
+            )
+            for score, group in groupby(rows, key=lambda row: row[0]):
+                for ref in sorted(self._rows[rowid] for _, rowid in group):
+                    seen.add(ref)
+                    yield Candidate(ref, score)
+        for ref in sorted(self._rows.values()):
+            if ref not in seen:
+                yield Candidate(ref, 0.0)
 
     def _follow(self) -> None:
         generation = self._store.generation

@@ -66,8 +66,7 @@ class Retriever:
         """The k best chunks of the store for a question, of the first stage's `n_candidates`."""
         with clock.phase("first_stage"):
             found = self.index.search(text, max(k, n_candidates), doc_ids=doc_ids)
-        refs = _distinct([candidate.ref for candidate in found])
-        return self.rank(text, refs, k, clock)
+        return self.rank(text, [candidate.ref for candidate in found], k, clock)
 
     def rank(self, text: str, refs: Sequence[ChunkRef], k: int, clock: Clock) -> Selection:
         """The k best of these chunks."""
@@ -131,8 +130,3 @@ class Retriever:
         if no_answer and self.model.tokenizer.decode(draft).strip() == no_answer[: len(no_answer)].strip():
             return []
         return draft
-
-
-def _distinct(refs: Sequence[ChunkRef]) -> list[ChunkRef]:
-    """One reference per chunk: equal text in two documents is read once, where the first stage ranks it first."""
-    return list({ref.chunk_id: ref for ref in reversed(refs)}.values())[::-1]

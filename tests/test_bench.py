@@ -101,7 +101,7 @@ def test_query_compares_decoders_over_equal_steps(engine: RagEngine) -> None:
     assert figures["decode"]["dividend"]["context_tokens"] == figures["decode"]["divisor"]["context_tokens"] == 16
     assert figures["long_context"]["dividend"]["context_tokens"] == 32
     assert figures["shapes"]["steps"] == figures["decode"]["divisor"]["steps"] == 2
-    assert set(figures["question"]["parts_ms"]) == {"load", "score", "static_kv"}
+    assert set(figures["question"]["parts_ms"]) == {"load", "draft", "score", "static_kv"}
     asks = figures["asks"]
     assert (asks["n_questions"], asks["n_asks"]) == (1, 2)
     assert set(asks["ms"]) == {*PHASES, "total"}

@@ -4,8 +4,9 @@
 - decode: static_kv against vanilla over the same chunks, the same prompt and the same number of steps;
 - long_context: static_kv over a few chunks against vanilla over a context of many, which needs no retrieval
   (cost only: so long a context may be more than the model was trained on);
-- question: the same, but all that a question costs our side (candidates read from disk, scored, decoded);
-- scoring: scoring the candidates against decoding.
+- question: the same, but all that a question costs our side (candidates read from disk, a draft, scoring, decoding);
+- scoring: scoring the candidates against decoding. Scoring is the most that it can come to: s_I, and s_P of a full
+  draft where the family weighs it (a question whose best chunk leads clearly is spared draft and s_P).
 
 Denoising steps are forced: one token is committed at a time and no token ends the answer, so both sides run
 exactly the steps asked for, whatever they decode. Chunks are random tokens: their content does not change the
@@ -32,9 +33,11 @@ from pdllm_rag.engine import RagEngine
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.models.tokenizer import Prompt
 from pdllm_rag.placement import plan_offsets
+from pdllm_rag.retrieval import DRAFT_CHUNKS
 from pdllm_rag.scoring import CandidateScorer, ScoringOptions
 
 QUESTION = "Which instrument did the crew replace on the northern mooring after the storm in March?"
+PARTS = ("load", "draft", "score", "static_kv")  # of a question, on our side
 NO_TOKEN = -1  # an end-of-answer id that no model produces
 
 
@@ -126,7 +129,10 @@ def _decodes(model: LoadedModel, shapes: QueryShapes, repeat: int, prompt: Promp
     static_kv = StaticKVDecoder(endless, one_at_a_time)
     vanilla = VanillaDecoder(endless, one_at_a_time)
 
-    def decode(decoder: Decoder, n_chunks: int, chunk_kv: Sequence[ChunkKV] = ()) -> None:
+    scoring = ScoringOptions()
+    draft = chunks[0][-scoring.draft_len :].tolist() if model.spec.family.draft_weight else []
+
+    def decode(decoder: Decoder, n_chunks: int, n_steps: int, chunk_kv: Sequence[ChunkKV] = ()) -> None:
         request = DecodeRequest(
             prompt.ids,
             plan_offsets([shapes.chunk_len] * n_chunks, "sequential", chunk_len=shapes.chunk_len),
@@ -134,9 +140,19 @@ def _decodes(model: LoadedModel, shapes: QueryShapes, repeat: int, prompt: Promp
             chunk_ids=[chunk.tolist() for chunk in chunks[:n_chunks]],
             chunk_kv=chunk_kv,
         )
-        n_steps = sum(1 for _ in islice(decoder.steps([request]), shapes.steps))
-        if n_steps != shapes.steps:
-            raise RuntimeError(f"{decoder.name} ended after {n_steps} steps; expected {shapes.steps}")
+        n_done = sum(1 for _ in islice(decoder.steps([request]), n_steps))
+        if n_done != n_steps:
+            raise RuntimeError(f"{decoder.name} ended after {n_done} steps; expected {n_steps}")
+
+    def make_draft() -> None:
+        if draft:
+            decode(static_kv, len(kv[:DRAFT_CHUNKS]), 1, kv[:DRAFT_CHUNKS])
+
+    def score() -> None:
+        scorer = CandidateScorer(model, prompt, kv, draft_len=len(draft))
+        scorer.s_i(scoring.groups)
+        if draft:
+            scorer.s_p(draft)
 
     with tempfile.TemporaryDirectory(prefix="pdllm-bench-") as folder:
         store = LMDBStore.open(folder, kv_dtype="bfloat16")
@@ -146,10 +162,11 @@ def _decodes(model: LoadedModel, shapes: QueryShapes, repeat: int, prompt: Promp
             return take_turns(
                 {
                     "load": lambda: [store.load(meta.chunk_id) for meta, _ in encoded],
-                    "score": lambda: CandidateScorer(model, prompt, kv).s_i(ScoringOptions().groups),
-                    "static_kv": lambda: decode(static_kv, shapes.n_chunks, kv[: shapes.n_chunks]),
-                    "vanilla": lambda: decode(vanilla, shapes.n_chunks),
-                    "vanilla_long": lambda: decode(vanilla, shapes.long_chunks),
+                    "draft": make_draft,
+                    "score": score,
+                    "static_kv": lambda: decode(static_kv, shapes.n_chunks, shapes.steps, kv[: shapes.n_chunks]),
+                    "vanilla": lambda: decode(vanilla, shapes.n_chunks, shapes.steps),
+                    "vanilla_long": lambda: decode(vanilla, shapes.long_chunks, shapes.steps),
                 },
                 repeat,
                 device=model.backbone.device,
@@ -160,7 +177,7 @@ def _decodes(model: LoadedModel, shapes: QueryShapes, repeat: int, prompt: Promp
 
 def _comparisons(ms: Mapping[str, Sequence[float]], shapes: QueryShapes) -> dict[str, Any]:
     short, long = (n * shapes.chunk_len for n in (shapes.n_chunks, shapes.long_chunks))
-    ours = [sum(parts) for parts in zip(ms["load"], ms["score"], ms["static_kv"], strict=True)]
+    ours = [sum(parts) for parts in zip(*(ms[part] for part in PARTS), strict=True)]
 
     def per_step(name: str, key: str, context_tokens: int) -> dict[str, Any]:
         values = [value / shapes.steps for value in ms[key]]
@@ -168,9 +185,9 @@ def _comparisons(ms: Mapping[str, Sequence[float]], shapes: QueryShapes) -> dict
 
     unit = "ms per denoising step, vanilla / static_kv (gathering its KV included)"
     question = compare(
-        "ms of a whole question, vanilla over the long context / ours (candidates read from disk, scored, decoded)",
+        "ms of a whole question, vanilla over the long context / ours (candidates read, draft, scoring, decoding)",
         {"name": "vanilla", "context_tokens": long, "steps": shapes.steps, "ms": ms["vanilla_long"]},
-        {"name": "load, score, static_kv", "context_tokens": short, "steps": shapes.steps, "ms": ours},
+        {"name": ", ".join(PARTS), "context_tokens": short, "steps": shapes.steps, "ms": ours},
     )
     return {
         "decode": compare(
@@ -185,7 +202,7 @@ def _comparisons(ms: Mapping[str, Sequence[float]], shapes: QueryShapes) -> dict
         ),
         "question": {
             **question,
-            "parts_ms": {key: Spread.of(ms[key]).as_dict() for key in ("load", "score", "static_kv")},
+            "parts_ms": {part: Spread.of(ms[part]).as_dict() for part in PARTS},
         },
         "scoring": compare(
             "ms, scoring the candidates / decoding with static_kv",

@@ -138,6 +138,7 @@ def _settings(engine: RagEngine, options: AskOptions) -> dict[str, Any]:
         "store": engine.store.path,
         "k": options.k,
         "candidates": options.candidates,
+        "draft_weight": engine.model.spec.family.draft_weight,
         "decoder": options.decoder,
         "policy": options.policy,
         "placement": options.placement,

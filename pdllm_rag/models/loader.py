@@ -150,7 +150,7 @@ def _load_modules(
         from transformers.utils import logging as library_logging
 
         library_logging.disable_progress_bar()
-        with _quiet("transformers.modeling_utils"):
+        with _quiet("transformers"):
             model, found = module.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
         _check_complete(spec, found["missing_keys"], found["unexpected_keys"], found["mismatched_keys"])
         return model.to(device)

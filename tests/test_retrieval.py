@@ -1,0 +1,194 @@
+"""What retrieval means: a planted needle decides the signs, and every shortcut equals its reference."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+import torch
+from pdllm_store import MemoryStore
+
+from pdllm_rag import InputDocument, LoadedModel, RagEngine, ScoringOptions
+from pdllm_rag.attends import DenseAttend
+from pdllm_rag.clock import Clock
+from pdllm_rag.first_stage import BM25Index, folded
+from pdllm_rag.scoring import CandidateScorer
+from pdllm_rag.support import support_probability
+
+
+def candidates_of(engine: RagEngine) -> tuple[list[list[int]], list]:
+    refs = engine.store.refs(engine.fingerprint)
+    ids = [engine.store.meta(ref.chunk_id).token_ids.tolist() for ref in refs]
+    return ids, [engine.store.load(ref.chunk_id) for ref in refs]
+
+
+def brute_force_s_i(model: LoadedModel, chunk: list[int], prompt_ids: list[int], content: range, groups: int) -> float:
+    """One dense forward per group over [chunk | prompt], chunk rows seeing only the chunk."""
+    n, length = len(chunk) + len(prompt_ids), len(chunk)
+    mask = torch.ones(n, n, dtype=torch.bool)
+    mask[:length, length:] = False
+    total = 0.0
+    for group in range(groups):
+        ids = torch.tensor(chunk + prompt_ids)
+        rows = torch.tensor(content[group::groups]) + length
+        truth = ids[rows].clone()
+        ids[rows] = model.spec.mask_id
+        attend = DenseAttend(model.backbone.rope, [n], torch.arange(n), [mask])
+        logits = model.backbone.logits(model.backbone.hidden(ids, attend)[rows - 1])
+        total += float(torch.log_softmax(logits, -1).gather(1, truth[:, None]).sum())
+    return total / len(content)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 0])
+def test_scores_over_stored_kv_equal_a_dense_forward_per_candidate(tiny_model: LoadedModel, groups: int) -> None:
+    engine = RagEngine.open(MemoryStore(kv_dtype="float32"), tiny_model, chunk_len=48)
+    engine.prefill([InputDocument("d", "Some words of very different length, cut in pieces. " * 4, "d")])
+    ids, kv = candidates_of(engine)
+    question = tiny_model.tokenizer.render(tiny_model.spec.family.template, [{"role": "user", "content": "Which?"}])
+    ours = CandidateScorer(tiny_model, question, kv).s_i(groups)
+    for score, chunk in zip(ours.tolist(), ids, strict=True):
+        expected = brute_force_s_i(
+            tiny_model, chunk, list(question.ids), question.content, groups or len(question.content)
+        )
+        assert score == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_candidates_score_does_not_depend_on_the_others(tiny_model: LoadedModel) -> None:
+    engine = RagEngine.open(MemoryStore(kv_dtype="float32"), tiny_model, chunk_len=48)
+    engine.prefill([InputDocument("d", "Some words of very different length, cut in pieces. " * 4, "d")])
+    _, kv = candidates_of(engine)
+    question = tiny_model.tokenizer.render(tiny_model.spec.family.template, [{"role": "user", "content": "Which?"}])
+    draft = [70, 71, 72]
+    together = CandidateScorer(tiny_model, question, kv, draft_len=3)
+    for index, one in enumerate(kv):
+        alone = CandidateScorer(tiny_model, question, [one], draft_len=3)
+        torch.testing.assert_close(together.s_i(2)[index : index + 1], alone.s_i(2), rtol=0, atol=1e-5)
+        torch.testing.assert_close(together.s_p(draft)[index : index + 1], alone.s_p(draft), rtol=0, atol=1e-5)
+
+
+def test_a_planted_needle_decides_the_signs(demo_model: LoadedModel) -> None:
+    """The chunk that holds the answer gets the highest s_I and s_P: higher log-likelihood is better, for both."""
+    engine = RagEngine.open(MemoryStore(), demo_model)
+    hay = [
+        "The harbour office keeps the tide tables in a blue folder beside the window.",
+        "Painting the hull takes two days in dry weather and three in rain.",
+        "A trainee spends the first week in the archive before joining a crew.",
+        "The canteen serves soup on Mondays and fish on Fridays.",
+    ]
+    needle = "The lighthouse keeper's parrot is called Bartholomew and is nine years old."
+    for i, text in enumerate([*hay[:2], needle, *hay[2:]]):
+        engine.prefill([InputDocument(f"d{i}", text, f"d{i}")])
+    _, kv = candidates_of(engine)
+    question = demo_model.tokenizer.render(
+        demo_model.spec.family.template, [{"role": "user", "content": "What is the name of the keeper's parrot?"}]
+    )
+    scorer = CandidateScorer(demo_model, question, kv, draft_len=8)
+    draft = demo_model.tokenizer.encode("Bartholomew")
+    assert int(scorer.s_i(2).argmax()) == 2
+    assert int(scorer.s_p(draft).argmax()) == 2
+    assert engine.retrieve("What is the name of the keeper's parrot?", k=1, candidates=5)[0].ref.doc_id == "d2"
+
+
+def test_ties_keep_document_order_and_scores_descend(tiny_model: LoadedModel) -> None:
+    engine = RagEngine.open(MemoryStore(kv_dtype="float32"), tiny_model, chunk_len=64)
+    engine.prefill([InputDocument(f"d{i}", f"Same words {'x' * i} here.", f"d{i}") for i in range(6)])
+    found = engine.retrieve("Same words here?", k=4, candidates=6)
+    scores = [one.score for one in found]
+    assert scores == sorted(scores, reverse=True)
+    assert len(set(scores)) > 1
+    everything = engine.retrieve("zebra", k=6, candidates=6)
+    assert [one.ref.doc_id for one in everything] == [f"d{i}" for i in range(6)]
+
+
+def test_a_clear_lead_leaves_the_draft_out_and_a_close_one_does_not(tiny_model: LoadedModel) -> None:
+    documents = [InputDocument(f"d{i}", f"Words {i} of a text about {i * 7}.", f"d{i}") for i in range(6)]
+    for clear_lead, drafted in ((0.0, False), (1e9, True)):
+        scoring = ScoringOptions(draft_weight=0.5, clear_lead=clear_lead)
+        engine = RagEngine.open(MemoryStore(kv_dtype="float32"), tiny_model, scoring=scoring, chunk_len=64)
+        engine.prefill(documents)
+        clock = Clock()
+        engine._retriever.select("What is it about?", 2, 6, clock)
+        assert (clock.ms()["draft"] > 0) == drafted
+
+
+def test_support_falls_with_the_no_answer_text_and_rises_with_the_margin(demo_model: LoadedModel) -> None:
+    calibration = demo_model.spec.family.support
+    assert calibration is not None
+    sure = support_probability(calibration, -9.0, 2.0)
+    unsure = support_probability(calibration, -0.1, 0.2)
+    assert sure is not None
+    assert unsure is not None
+    assert unsure < 0.5 < sure
+    assert support_probability(calibration, -9.0, 3.0) > sure
+    assert support_probability(None, -9.0, 2.0) is None
+    assert support_probability(calibration, None, 2.0) is None
+
+
+def test_an_unrelated_question_is_refused_without_a_source_and_a_related_one_is_not(demo_model: LoadedModel) -> None:
+    engine = RagEngine.open(MemoryStore(), demo_model)
+    topics = ("The canteen opens at 11:45 and closes at 14:00.", "Parking costs 12 euros a month.")
+    engine.prefill([InputDocument(f"d{i}", text, f"d{i}") for i, text in enumerate(topics)])
+    refused = engine.answer("Who painted the ceiling of the Sistine Chapel?")
+    assert (refused.stats.supported, refused.citations) == (False, ())
+    assert refused.text == demo_model.spec.family.no_answer
+    answered = engine.answer("How much does parking cost?")
+    assert answered.stats.supported
+    assert answered.citations[0].doc_id == "d1"
+
+
+# -- first stage ---------------------------------------------------------------------------------------------------
+
+
+def index_over(tiny_model: LoadedModel, texts: dict[str, str]) -> tuple[RagEngine, BM25Index]:
+    engine = RagEngine.open(MemoryStore(kv_dtype="float32"), tiny_model, chunk_len=256)
+    engine.prefill([InputDocument(name, text, name) for name, text in texts.items()])
+    return engine, BM25Index(engine.store, engine.fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked"),
+    [
+        (unicodedata.normalize("NFD", "Her résumé is here"), unicodedata.normalize("NFC", "résumé")),
+        (unicodedata.normalize("NFC", "Her résumé is here"), "resume"),
+        ("Room ４０２ is locked", "room 402"),
+        ("東京は日本の首都です", "首都"),
+        (unicodedata.normalize("NFD", "한국어 문서"), unicodedata.normalize("NFC", "한국어")),
+        ("Ответ лежит в синей папке", "синей"),
+        ("The employees were paid", "employee"),
+        ("part-number GX_77/b", "gx 77"),
+    ],
+    ids=["composed", "no accents", "full-width", "cjk", "hangul", "cyrillic", "stem", "punctuation"],
+)
+def test_spellings_find_each_other(tiny_model: LoadedModel, stored: str, asked: str) -> None:
+    _, index = index_over(tiny_model, {"a noise": "Nothing of note.", "target": stored, "z noise": "More of nothing."})
+    best = index.search(asked, 1)[0]
+    assert best.ref.doc_id == "target"
+    assert best.score > 0
+
+
+def test_the_index_follows_every_change_of_the_store(tiny_model: LoadedModel) -> None:
+    engine, index = index_over(tiny_model, {"a": "walrus facts", "b": "penguin facts"})
+    assert index.search("walrus", 1)[0].ref.doc_id == "a"
+    engine.prefill([InputDocument("a", "heron facts", "a"), InputDocument("c", "walrus tusks", "c")])
+    assert index.search("walrus", 1)[0].ref.doc_id == "c"
+    engine.delete("c")
+    assert all(candidate.score == 0 for candidate in index.search("walrus", 5))
+    assert index.size() == 2
+
+
+def test_chunks_without_a_shared_word_fill_up_in_document_order(tiny_model: LoadedModel) -> None:
+    _, index = index_over(tiny_model, {name: f"text of {name}" for name in "cab"})
+    found = index.search("zzz", 2)
+    assert [(candidate.ref.doc_id, candidate.score) for candidate in found] == [("a", 0.0), ("b", 0.0)]
+    assert index.search("?!", 1)[0].ref.doc_id == "a"
+    assert [c.ref.doc_id for c in index.search("text", 3, doc_ids={"c"})] == ["c"]
+
+
+def test_query_syntax_is_only_text(tiny_model: LoadedModel) -> None:
+    _, index = index_over(tiny_model, {"a": "apples NOT pears", "b": "pears"})
+    for question in ('pears" OR "', "NOT apples", "a* NEAR(b c)", "body:pears", "(", "'; DROP TABLE chunks"):
+        assert len(index.search(question, 2)) == 2
+
+
+def test_folding_keeps_words_apart() -> None:
+    assert folded("Größe—und: 12,5 kg").split() == ["grösse", "und", "12", "5", "kg"]
