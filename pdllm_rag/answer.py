@@ -28,7 +28,7 @@ class Citation(NamedTuple):
 
 
 class ChunkCounts(NamedTuple):
-    """Chunks of one answer: served from the store, computed again, and scored."""
+    """Chunks of one answer: read and served from the store, read and encoded for it, and considered."""
 
     hit: int
     recomputed: int
@@ -42,6 +42,8 @@ class AnswerStats:
     Attributes:
         nfe: forward passes of decoding.
         tokens: answer tokens up to the end-of-answer token, which is not counted.
+        prompt_tokens: tokens of the templated question.
+        context_tokens: tokens of the chunks read; `cached_tokens` of them were served from the store.
         ms: milliseconds by phase: first_stage, draft, score, load, decode, total.
         support: probability that the documents hold the answer, or None if the family has no calibration.
     """
@@ -50,6 +52,7 @@ class AnswerStats:
     tokens: int
     prompt_tokens: int
     context_tokens: int
+    cached_tokens: int
     ms: Mapping[str, float]
     chunks: ChunkCounts
     policy: str

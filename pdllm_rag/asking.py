@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from pdllm_store import ChunkKV, ChunkRef
 from pdllm_rag.answer import Answer, AnswerStats, ChunkCounts, Citation, best_passage
 from pdllm_rag.clock import Clock
 from pdllm_rag.config import AskOptions
-from pdllm_rag.decoding import Canvas, DecodeRequest, DecodeStep, Sampling
+from pdllm_rag.decoding import Canvas, Decoder, DecodeRequest, DecodeStep, Sampling
 from pdllm_rag.errors import ContextWindowError, GenerationCancelled, RequestError
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.models.tokenizer import Prompt
@@ -57,7 +57,7 @@ StreamEvent = TextDelta | CanvasUpdate | Final
 
 
 class Source(NamedTuple):
-    """A chunk that a question may read: where it stands, its tokens, its KV (loaded when needed) and its text."""
+    """A chunk that a question may read: where it stands, its tokens and its text."""
 
     ref: ChunkRef
     token_ids: Sequence[int]
@@ -70,6 +70,41 @@ class Found(NamedTuple):
     sources: Sequence[Source]
     selection: Selection
     kv: Mapping[bytes, ChunkKV]
+
+
+class Reading(NamedTuple):
+    """What the model reads: sources in document order, where they stand, and their KV if the decoder needs it.
+
+    fresh: sources that were encoded for this question instead of served from the store.
+    """
+
+    sources: Sequence[Source]
+    placement: Placement
+    kv: Sequence[ChunkKV]
+    fresh: Sequence[Source]
+
+    def n_tokens(self) -> int:
+        """Context tokens."""
+        return sum(len(source.token_ids) for source in self.sources)
+
+    def n_cached(self) -> int:
+        """Those served from the store."""
+        return self.n_tokens() - sum(len(source.token_ids) for source in self.fresh)
+
+
+@dataclass
+class Outcome:
+    """How a decode went.
+
+    Attributes:
+        support: probability that the documents hold the answer, or None.
+        withheld: the answer was withheld for lack of support.
+    """
+
+    transcript: Transcript
+    steps: list[DecodeStep]
+    support: float | None = None
+    withheld: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,108 +134,39 @@ class Asking:
         clock = Clock()
         text, prompt = self._prompt(question, options)
         found = find(text, options.k, clock)
-        if not found.sources:
-            yield from self._nothing(options, prompt, clock)
-            return
-        kept = self._fitting(found.sources, prompt, options)
-        ordered = sorted(kept, key=lambda source: source.ref)
-        lens = [len(source.token_ids) for source in ordered]
-        placement = plan_offsets(lens, options.placement, chunk_len=max(lens, default=1))
+        ranked = self._fitting(self._near_best(found, options), prompt, options)
         decoder = options.make_decoder(self.model)
-        kv: list[ChunkKV] = []
-        recomputed = set(found.selection.recomputed)
-        if decoder.needs_kv:
-            with clock.phase("load"):
-                kv, placement, again = self._kv(ordered, found, placement, options.policy)
-                recomputed.update(again)
-        cancel = options.cancel or threading.Event()
-        stop_decoding = threading.Event()
+        reading = self._read(ranked, found, decoder, options, clock)
+        outcome = Outcome(self._transcript(options), [])
+        if ranked:
+            yield from self._decode(prompt, reading, found.selection.margin, decoder, options, clock, outcome)
         no_answer = self.model.spec.family.no_answer
-        request = DecodeRequest(
-            prompt_ids=prompt.ids,
-            placement=placement,
-            max_new_tokens=options.max_new_tokens,
-            chunk_ids=[source.token_ids for source in ordered],
-            chunk_kv=kv,
-            sampling=Sampling(options.temperature, options.seed),
-            probe_ids=self.model.tokenizer.encode(no_answer) if no_answer else (),
-            cancel=stop_decoding,
-        )
-        transcript = Transcript(
-            self.model.tokenizer,
-            self.model.spec.eos_ids,
-            max_new_tokens=options.max_new_tokens,
-            stop=options.stop,
-        )
-        support: float | None = None
-        withheld = False
-        steps: list[DecodeStep] = []
-        stream = decoder.steps([request])
-        while True:
-            with clock.phase("decode"):
-                step = next(stream, None)
-            if step is None or step.finished == "cancelled":
-                break
-            if cancel.is_set():
-                raise GenerationCancelled(f"the answer was cancelled after {step.nfe} denoising steps")
-            if not steps:
-                support = support_probability(self.model.spec.family.support, step.probe, found.selection.margin)
-                withheld = options.abstain and support is not None and support < 0.5 and bool(kept)
-            steps.append(step)
-            if withheld:
-                transcript.nfe = step.nfe
-                break
-            delta = transcript.add(step)
-            yield CanvasUpdate(step)
-            if delta:
-                yield TextDelta(delta)
-            if transcript.stopped:
-                stop_decoding.set()
-        said = transcript.text
-        supported = bool(kept) and not withheld and bool(said) and said != no_answer
-        if withheld or (not supported and not said):
+        said = outcome.transcript.text
+        supported = bool(ranked) and not outcome.withheld and said not in ("", no_answer)
+        if outcome.withheld or not said:
             said = no_answer or NO_SUPPORT
             yield TextDelta(said)
         stats = AnswerStats(
-            nfe=transcript.nfe,
-            tokens=len(transcript.token_ids()),
+            nfe=outcome.transcript.nfe,
+            tokens=len(outcome.transcript.token_ids()),
             prompt_tokens=len(prompt.ids),
-            context_tokens=sum(lens),
+            context_tokens=reading.n_tokens(),
+            cached_tokens=reading.n_cached(),
             ms=clock.ms(),
             chunks=ChunkCounts(
-                hit=len({s.ref.chunk_id for s in ordered} - recomputed),
-                recomputed=len({s.ref.chunk_id for s in ordered} & recomputed),
+                hit=len(reading.sources) - len(reading.fresh),
+                recomputed=len(reading.fresh),
                 candidates=found.selection.n_candidates,
             ),
             policy=options.policy,
             decoder=options.decoder,
             model=self.name,
-            finish_reason=transcript.finish_reason or "stop",
+            finish_reason=outcome.transcript.finish_reason or "stop",
             supported=supported,
-            support=support,
+            support=outcome.support,
         )
-        citations = self._cite(kept, found.selection, said, text) if supported else ()
-        yield Final(Answer(said, citations, stats, tuple(steps)))
-
-    def _nothing(self, options: AskOptions, prompt: Prompt, clock: Clock) -> Iterator[StreamEvent]:
-        """The answer when there is nothing to read: the filter left no document. No model work is done."""
-        said = self.model.spec.family.no_answer or NO_SUPPORT
-        yield TextDelta(said)
-        stats = AnswerStats(
-            nfe=0,
-            tokens=0,
-            prompt_tokens=len(prompt.ids),
-            context_tokens=0,
-            ms=clock.ms(),
-            chunks=ChunkCounts(0, 0, 0),
-            policy=options.policy,
-            decoder=options.decoder,
-            model=self.name,
-            finish_reason="stop",
-            supported=False,
-            support=None,
-        )
-        yield Final(Answer(said, (), stats))
+        citations = self._cite(ranked, found.selection, said, text) if supported else ()
+        yield Final(Answer(said, citations, stats, tuple(outcome.steps)))
 
     def _prompt(self, question: str | Messages, options: AskOptions) -> tuple[str, Prompt]:
         messages: Messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
@@ -209,23 +175,36 @@ class Asking:
                 f"the conversation has {len(messages)} messages and does not end with one of role 'user'; "
                 "expected the question there"
             )
-        text = messages[-1].get("content", "")
+        if any(not isinstance(message.get("content"), str) for message in messages):
+            raise RequestError("a message has no text in 'content'; expected {'role': ..., 'content': text} each")
+        text = messages[-1]["content"]
         prompt = self.model.tokenizer.render(self.model.spec.family.template, messages)
         if not text.strip() or not prompt.content:
             raise RequestError("the question is empty; expected some words")
-        family = self.model.spec.family
-        need = Canvas.room(len(prompt.ids), options.max_new_tokens, family.block_len)
-        if need > family.window:
+        window = self.model.spec.family.window
+        need = self._room(prompt, options)
+        if need > window:
             raise ContextWindowError(
                 f"the question takes {len(prompt.ids)} tokens and its answer up to {need - len(prompt.ids)}, together "
-                f"{need}; {self.name} has a window of {family.window}. Shorten the question or lower max_new_tokens"
+                f"{need}; {self.name} has a window of {window}. Shorten the question or lower max_new_tokens"
             )
         return text, prompt
+
+    def _room(self, prompt: Prompt, options: AskOptions) -> int:
+        return Canvas.room(len(prompt.ids), options.max_new_tokens, self.model.spec.family.block_len)
+
+    def _near_best(self, found: Found, options: AskOptions) -> list[Source]:
+        """Sources whose score lies within the window below the best one's; rivals far below it only distract."""
+        window = self.model.spec.family.score_window if options.score_window is None else options.score_window
+        scores = found.selection.scores
+        if window is None or not scores:
+            return list(found.sources)
+        return [s for s, score in zip(found.sources, scores, strict=True) if score >= scores[0] - window]
 
     def _fitting(self, sources: Sequence[Source], prompt: Prompt, options: AskOptions) -> list[Source]:
         """Sources by rank until the window is full."""
         family = self.model.spec.family
-        room = family.window - Canvas.room(len(prompt.ids), options.max_new_tokens, family.block_len)
+        room = family.window - self._room(prompt, options)
         kept: list[Source] = []
         for source in sources:
             lens = [len(s.token_ids) for s in [*kept, source]]
@@ -248,21 +227,84 @@ class Asking:
             )
         return kept
 
-    def _kv(
-        self, ordered: Sequence[Source], found: Found, placement: Placement, policy: str
-    ) -> tuple[list[ChunkKV], Placement, Collection[bytes]]:
-        if policy == "joint":
-            kv, placement = encode_jointly(self.model, [source.token_ids for source in ordered], placement)
-            return kv, placement, ()
-        absent = [s.ref.chunk_id for s in ordered if s.ref.chunk_id not in found.kv]
-        acquired = self.pool.acquire(absent)
-        at_hand = {**found.kv, **acquired.kv}
-        return [at_hand[s.ref.chunk_id] for s in ordered], placement, acquired.recomputed
+    def _read(
+        self, ranked: Sequence[Source], found: Found, decoder: Decoder, options: AskOptions, clock: Clock
+    ) -> Reading:
+        """Put the sources in document order and get their KV, under the policy asked for and no other."""
+        ordered = sorted(ranked, key=lambda source: source.ref)
+        lens = [len(source.token_ids) for source in ordered]
+        placement = plan_offsets(lens, options.placement, chunk_len=max(lens, default=1))
+        if not decoder.needs_kv:
+            return Reading(ordered, placement, (), ordered)
+        with clock.phase("load"):
+            if options.policy == "joint":
+                kv, placement = encode_jointly(self.model, [source.token_ids for source in ordered], placement)
+                return Reading(ordered, placement, kv, ordered)
+            absent = [s.ref.chunk_id for s in ordered if s.ref.chunk_id not in found.kv]
+            acquired = self.pool.acquire(absent)
+            at_hand = {**found.kv, **acquired.kv}
+            computed = acquired.recomputed | found.selection.recomputed
+            fresh = [source for source in ordered if source.ref.chunk_id in computed]
+            return Reading(ordered, placement, [at_hand[s.ref.chunk_id] for s in ordered], fresh)
 
-    def _cite(self, kept: Sequence[Source], selection: Selection, answer: str, question: str) -> tuple[Citation, ...]:
+    def _transcript(self, options: AskOptions) -> Transcript:
+        return Transcript(
+            self.model.tokenizer,
+            self.model.spec.eos_ids,
+            max_new_tokens=options.max_new_tokens,
+            stop=options.stop,
+        )
+
+    def _decode(
+        self,
+        prompt: Prompt,
+        reading: Reading,
+        margin: float | None,
+        decoder: Decoder,
+        options: AskOptions,
+        clock: Clock,
+        outcome: Outcome,
+    ) -> Iterator[StreamEvent]:
+        """Denoise, telling what becomes final, until the answer is complete, stopped, withheld or cancelled."""
+        family = self.model.spec.family
+        done = threading.Event()
+        request = DecodeRequest(
+            prompt_ids=prompt.ids,
+            placement=reading.placement,
+            max_new_tokens=options.max_new_tokens,
+            chunk_ids=[source.token_ids for source in reading.sources],
+            chunk_kv=reading.kv,
+            sampling=Sampling(options.temperature, options.seed),
+            probe_ids=self.model.tokenizer.encode(family.no_answer) if family.no_answer else (),
+            cancel=done,
+        )
+        stream = decoder.steps([request])
+        while True:
+            if options.cancel is not None and options.cancel.is_set():
+                raise GenerationCancelled(f"the answer was cancelled after {len(outcome.steps)} denoising steps")
+            with clock.phase("decode"):
+                step = next(stream, None)
+            if step is None or step.finished == "cancelled":
+                return
+            if not outcome.steps:
+                outcome.support = support_probability(family.support, step.probe, margin)
+                outcome.withheld = options.abstain and outcome.support is not None and outcome.support < 0.5
+            outcome.steps.append(step)
+            if outcome.withheld:
+                outcome.transcript.nfe = step.nfe
+                return
+            delta = outcome.transcript.add(step)
+            yield CanvasUpdate(step)
+            if delta:
+                yield TextDelta(delta)
+            if outcome.transcript.stopped:
+                done.set()
+
+    def _cite(self, ranked: Sequence[Source], selection: Selection, answer: str, question: str) -> tuple[Citation, ...]:
+        """One citation per chunk read; those whose quote holds the answer first, then by score."""
         scores = dict(zip(selection.refs, selection.scores, strict=True))
         citations = []
-        for source in kept:
+        for source in ranked:
             start, end = best_passage(source.text, answer, question)
             citations.append(
                 Citation(

@@ -23,8 +23,10 @@ class AskOptions:
     """Options of one question.
 
     Attributes:
-        k: chunks that the model reads.
+        k: most chunks that the model reads.
         candidates: chunks of the first stage that are scored.
+        score_window: chunks whose score lies more than this below the best one's are not read (nats per question
+            token); infinity reads all k, None takes the family's.
         policy: where their KV comes from (`policies`).
         placement: where they stand (`placement`).
         decoder: "static_kv", or "vanilla", which encodes the chunks anew at each step.
@@ -40,6 +42,7 @@ class AskOptions:
 
     k: int = 4
     candidates: int = 8
+    score_window: float | None = None
     policy: str = "independent"
     placement: str = "sequential"
     decoder: str = "static_kv"
@@ -65,6 +68,8 @@ class AskOptions:
             object.__setattr__(self, "stop", (self.stop,))
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise ValueError(f"stop is {self.stop!r}; expected non-empty strings")
+        if self.score_window is not None and not self.score_window >= 0:
+            raise ValueError(f"score_window is {self.score_window!r}; expected a number of 0 or more, or None")
         CommitRule(self.threshold, self.steps)
         Sampling(self.temperature, self.seed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from pdllm_rag.answer import Answer
 from pdllm_rag.asking import Asking, Final, Found, Messages, Source, StreamEvent
 from pdllm_rag.clock import Clock
 from pdllm_rag.config import AskOptions
+from pdllm_rag.errors import RequestError
 from pdllm_rag.first_stage import BM25Index
 from pdllm_rag.ingest import ingest
 from pdllm_rag.models.loader import LoadedModel, read_spec
@@ -187,6 +188,8 @@ class RagEngine:
             DocumentNotFoundError: the store is empty; StoreMismatchError: it holds another model's documents only.
             ValueError: a bad option.
         """
+        if not question.strip():
+            raise RequestError("the question is empty; expected some words")
         options = self.options.with_changes({**changes, **({} if k is None else {"k": k})})
         found = self._find(question, options, options.k, Clock())
         return [
@@ -249,7 +252,7 @@ class RagEngine:
                 return event.answer
         raise AssertionError("a stream ends with its Final event")
 
-    async def astream(self, question: str | Messages, **arguments: Any) -> AsyncIterator[StreamEvent]:
+    async def astream(self, question: str | Messages, **arguments: Any) -> AsyncGenerator[StreamEvent, None]:
         """`stream` in a thread; leaving the loop or cancelling the task stops the decoding at its next step."""
         cancel = arguments.pop("cancel", None) or threading.Event()
         events = self.stream(question, cancel=cancel, **arguments)
@@ -282,7 +285,7 @@ class RagEngine:
         }
 
     def _given(self, chunk_ids: Sequence[ChunkId | str]) -> Found:
-        wanted = [bytes.fromhex(c) if isinstance(c, str) else c for c in chunk_ids]
+        wanted = [_chunk_id(c) for c in chunk_ids]
         by_id = {ref.chunk_id: ref for ref in reversed(self.store.refs(self.fingerprint))}
         unknown = [c.hex() for c in wanted if c not in by_id]
         if unknown:
@@ -306,7 +309,7 @@ class RagEngine:
                     quote = text[ref.char_start : ref.char_end]
                     sources.append(Source(ref._replace(ordinal=len(sources)), chunks[ref.chunk_id].tolist(), quote))
         refs = [source.ref for source in sources]
-        if len(refs) > k:
+        if self._retriever.needs_scores(len(refs), k):
             kvs = [kv[ref.chunk_id] for ref in refs]
             selection = self._retriever.rank_kv(question, refs, kvs, k, clock)
         else:
@@ -348,3 +351,10 @@ class RagEngine:
         self.store.discard([chunk_id])
         self.store.put(self.fingerprint, batch)
         return self.store.load(chunk_id)
+
+
+def _chunk_id(given: ChunkId | str) -> ChunkId:
+    try:
+        return bytes.fromhex(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise ValueError(f"chunk id {given!r} is no hexadecimal text; expected 32 hex digits or 16 bytes") from error

@@ -4,7 +4,7 @@
 - the scorer orders them by s_I; unless the best one leads clearly, a draft of the answer is made in one denoising step
   over the first stage's best chunks and s_P is added; an empty draft, or one that says that nothing was found, is not
   scored;
-- ties keep document order. With no more candidates than places nothing is scored.
+- ties keep document order. With no more candidates than places, and no score window, nothing is scored.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from pdllm_rag.pool import KVPool
 from pdllm_rag.scoring import CandidateScorer, ScoringOptions
 
 DRAFT_CHUNKS = 2
+MIN_FOR_MARGIN = 4  # a median of fewer candidates says little about what an unrelated chunk scores
 
 
 class Selection(NamedTuple):
     """Selected chunks, best first.
 
     scores: mean log-likelihoods s, descending; 0.0 throughout when nothing was scored.
-    margin: best s_I minus the candidates' median s_I; None when nothing was scored.
+    margin: best s_I minus the candidates' median s_I; None when nothing or too little was scored.
     n_candidates: chunks that were scored, or considered.
     recomputed: chunks whose stored KV had to be computed again.
     """
@@ -70,7 +71,7 @@ class Retriever:
 
     def rank(self, text: str, refs: Sequence[ChunkRef], k: int, clock: Clock) -> Selection:
         """The k best of these chunks."""
-        if len(refs) <= k:
+        if not self.needs_scores(len(refs), k):
             return Selection(tuple(refs), (0.0,) * len(refs), None, len(refs), frozenset())
         with clock.phase("score"):
             acquired = self.pool.acquire([ref.chunk_id for ref in refs])
@@ -103,10 +104,14 @@ class Retriever:
         return Selection(
             tuple(refs[i] for i in order),
             tuple(total[i] for i in order),
-            max(s_i) - median(s_i),
+            max(s_i) - median(s_i) if len(s_i) >= MIN_FOR_MARGIN else None,
             len(refs),
             frozenset(),
         )
+
+    def needs_scores(self, n_candidates: int, k: int) -> bool:
+        """Whether there is anything to choose: more candidates than places, or a score window to apply."""
+        return n_candidates > (k if self.model.spec.family.score_window is None else 1)
 
     @property
     def _draft_weight(self) -> float:

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MAX_LINES = 400
+FRAMEWORKS = ("triton", "fastapi", "langchain_core", "llama_index")
 
 # Lowest first. A module may import what stands before it, or a neighbour on its own line.
 LAYERS = (
@@ -85,7 +86,7 @@ def test_no_file_is_longer_than_400_lines() -> None:
 
 @pytest.mark.parametrize("statement", ["import pdllm_rag", "from pdllm_rag import RagEngine"])
 def test_an_import_pulls_in_no_framework(statement: str) -> None:
-    code = f"{statement}; import sys; print([m for m in ('triton', 'fastapi', 'langchain_core', 'llama_index') if m in sys.modules])"
+    code = f"{statement}; import sys; print([name for name in {FRAMEWORKS} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 

@@ -21,6 +21,7 @@ from tiny import SPECIALS, save_tiny_model
 from pdllm_rag.answer import Answer, AnswerStats, ChunkCounts, Citation
 from pdllm_rag.asking import CanvasUpdate, Final, TextDelta
 from pdllm_rag.cli import ask, main, prefill, store
+from pdllm_rag.cli import options as cli_options
 from pdllm_rag.cli.console import StreamedText, byte_size
 from pdllm_rag.cli.main import build_parser
 from pdllm_rag.config import DECODERS, AskOptions
@@ -167,16 +168,16 @@ def test_wrong_usage_ends_with_2_and_says_what_was_expected(
 
 
 def test_choices_and_defaults_are_those_of_the_engine() -> None:
-    assert set(ask.DECODERS) == set(DECODERS)
-    assert set(ask.POLICIES) == set(POLICIES)
-    assert set(ask.PLACEMENTS) == set(MODES)
+    assert set(cli_options.DECODERS) == set(DECODERS)
+    assert set(cli_options.POLICIES) == set(POLICIES)
+    assert set(cli_options.PLACEMENTS) == set(MODES)
     assert set(prefill.KV_DTYPES) == set(KV_DTYPES)
     assert ask.options_of(build_parser().parse_args(["ask", "q", "--store", "s"])) == AskOptions()
 
 
 def test_every_option_of_a_question_reaches_the_engine() -> None:
     words = "--k 2 --candidates 5 --policy joint --placement gap --decoder vanilla --max-new-tokens 7"
-    words += " --threshold 0.5 --steps 3 --temperature 0.7 --seed 9 --no-abstain"
+    words += " --threshold 0.5 --steps 3 --score-window 1.5 --temperature 0.7 --seed 9 --no-abstain"
     words += " --stop a --stop b --filter x=1 --filter y=2=3"
     options = ask.options_of(build_parser().parse_args(["ask", "q", "--store", "s", *words.split()]))
     same = [f.name for f in fields(options) if getattr(options, f.name) == getattr(AskOptions(), f.name)]
@@ -469,6 +470,7 @@ def an_answer(text: str, *citations: Citation, finish_reason: str = "stop") -> A
             tokens=3,
             prompt_tokens=9,
             context_tokens=99,
+            cached_tokens=99,
             ms={**ms, "total": 5.0},
             chunks=ChunkCounts(hit=2, recomputed=1, candidates=8),
             policy="independent",

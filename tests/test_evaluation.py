@@ -80,7 +80,7 @@ def write(path: Path, *rows: Any) -> Path:
 def an_answer(text: str, *, supported: bool = True, support: float | None = None, ms: float = 5.0) -> Answer:
     phases = {**dict.fromkeys(PHASES, 1.0), "total": ms}
     counts = ChunkCounts(0, 0, 0)
-    stats = AnswerStats(3, 1, 1, 1, phases, counts, "independent", "static_kv", "tiny", "stop", supported, support)
+    stats = AnswerStats(3, 1, 1, 1, 1, phases, counts, "independent", "static_kv", "tiny", "stop", supported, support)
     return Answer(text, (), stats)
 
 

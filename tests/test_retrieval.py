@@ -96,8 +96,27 @@ def test_ties_keep_document_order_and_scores_descend(tiny_model: LoadedModel) ->
     scores = [one.score for one in found]
     assert scores == sorted(scores, reverse=True)
     assert len(set(scores)) > 1
-    everything = engine.retrieve("zebra", k=6, candidates=6)
-    assert [one.ref.doc_id for one in everything] == [f"d{i}" for i in range(6)]
+
+
+def test_equal_scores_keep_document_order(tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CandidateScorer, "s_i", lambda self, _: torch.zeros(self._n))
+    engine = RagEngine.open(
+        MemoryStore(kv_dtype="float32"), tiny_model, chunk_len=64, scoring=ScoringOptions(draft_weight=0.0)
+    )
+    engine.prefill([InputDocument(f"d{i}", f"Same words {'x' * i} here.", f"d{i}") for i in range(6)])
+    assert [one.ref.doc_id for one in engine.retrieve("words xxx?", k=4, candidates=6)] == ["d0", "d1", "d2", "d3"]
+
+
+def test_chunks_far_below_the_best_are_not_read(tiny_model: LoadedModel) -> None:
+    """The window counts from the best score; 0 leaves the best alone, infinity reads all k."""
+    engine = RagEngine.open(MemoryStore(kv_dtype="float32"), tiny_model, chunk_len=64)
+    engine.prefill([InputDocument(f"d{i}", f"Words {i} of a text about {i * 7}.", f"d{i}") for i in range(6)])
+    scores = [found.score for found in engine.retrieve("About what?", k=4)]
+    for window in (0.0, (scores[0] - scores[1]) * 1.01, scores[0] - scores[2] + 1e-6, float("inf")):
+        answer = engine.answer("About what?", k=4, score_window=window, abstain=False)
+        assert answer.stats.chunks.hit == sum(score >= scores[0] - window for score in scores)
+    with pytest.raises(ValueError, match="score_window"):
+        engine.answer("About what?", score_window=-1.0)
 
 
 def test_a_clear_lead_leaves_the_draft_out_and_a_close_one_does_not(tiny_model: LoadedModel) -> None:

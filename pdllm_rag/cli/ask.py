@@ -22,14 +22,11 @@ from pdllm_rag.cli.console import (
     visible,
     write_json,
 )
+from pdllm_rag.cli.options import add_asking, asking_options
 
 if TYPE_CHECKING:
     from pdllm_rag.answer import Answer, AnswerStats, Citation
     from pdllm_rag.config import AskOptions
-
-DECODERS = ("static_kv", "vanilla")
-POLICIES = ("independent", "joint")
-PLACEMENTS = ("sequential", "gap", "reuse")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,8 +39,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("question", metavar="QUESTION", help="the question; - reads it from stdin")
     parser.add_argument("--store", required=True, metavar="DIR", help="folder of the store")
     parser.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
-    parser.add_argument("--k", type=positive_int, default=4, metavar="N", help="chunks the model reads (default: 4)")
-    parser.add_argument("--candidates", type=positive_int, default=8, metavar="N", help="chunks scored (default: 8)")
     parser.add_argument(
         "--filter",
         type=_key_value,
@@ -66,42 +61,24 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--no-abstain", action="store_true", help="show answers that the documents do not support")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--trace", metavar="FILE", help="write one JSON object a denoising step to this file")
-    tuning = parser.add_argument_group("decoding")
-    tuning.add_argument("--decoder", choices=DECODERS, default="static_kv", help="(default: static_kv)")
-    tuning.add_argument("--policy", choices=POLICIES, default="independent", help="(default: independent)")
-    tuning.add_argument("--placement", choices=PLACEMENTS, default="sequential", help="(default: sequential)")
-    tuning.add_argument(
-        "--threshold",
-        type=_probability,
-        default=0.9,
-        metavar="P",
-        help="commit tokens surer than this (default: 0.9)",
-    )
-    tuning.add_argument("--steps", type=positive_int, metavar="N", help="most denoising steps a block (default: any)")
-    tuning.add_argument(
+    add_asking(parser)
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
         "--temperature",
         type=_temperature,
         default=0.0,
         metavar="T",
         help="0 takes the likeliest token (default: 0)",
     )
-    tuning.add_argument("--seed", type=_seed, default=0, metavar="N", help="of a temperature above 0 (default: 0)")
+    sampling.add_argument("--seed", type=_seed, default=0, metavar="N", help="of a temperature above 0 (default: 0)")
     parser.set_defaults(run=run)
 
 
 def options_of(args: argparse.Namespace) -> AskOptions:
     """The engine's options that a command line asks for."""
-    from pdllm_rag.config import AskOptions
-
-    return AskOptions(
-        k=args.k,
-        candidates=args.candidates,
-        policy=args.policy,
-        placement=args.placement,
-        decoder=args.decoder,
+    return asking_options(
+        args,
         max_new_tokens=args.max_new_tokens,
-        threshold=args.threshold,
-        steps=args.steps,
         temperature=args.temperature,
         seed=args.seed,
         stop=tuple(args.stop),
@@ -188,13 +165,6 @@ def _not_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("got an empty text, expected one or more characters")
     return text
-
-
-def _probability(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
-    return value
 
 
 def _temperature(text: str) -> float:

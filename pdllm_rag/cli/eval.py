@@ -10,8 +10,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pdllm_rag.cli.ask import DECODERS, PLACEMENTS, POLICIES
 from pdllm_rag.cli.console import notes, on_terminal, positive_int, print_table, results, table, write_json
+from pdllm_rag.cli.options import add_asking, asking_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,11 +50,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     qa.add_argument("--data", required=True, metavar="FILE", help="questions, one JSON object per line")
     qa.add_argument("--store", metavar="DIR", help="folder of the store; not needed if every row has a context")
     qa.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
-    qa.add_argument("--k", type=positive_int, default=4, metavar="N", help="chunks the model reads (default: 4)")
-    qa.add_argument("--candidates", type=positive_int, default=8, metavar="N", help="chunks scored (default: 8)")
-    qa.add_argument("--decoder", choices=DECODERS, default="static_kv", help="default: static_kv")
-    qa.add_argument("--policy", choices=POLICIES, default="independent", help="default: independent")
-    qa.add_argument("--placement", choices=PLACEMENTS, default="sequential", help="default: sequential")
+    add_asking(qa)
     qa.add_argument("--limit", type=positive_int, metavar="N", help="ask only the first N questions")
     qa.add_argument("--details", metavar="FILE", help="write each outcome there, one JSON object per line")
     qa.add_argument("--json", action="store_true", help="print one JSON object and no progress")
@@ -65,18 +61,11 @@ def run_qa(args: argparse.Namespace) -> int:
     """Ask the questions and report."""
     from pdllm_store import MemoryStore
 
-    from pdllm_rag.config import AskOptions
     from pdllm_rag.engine import RagEngine
     from pdllm_rag.evaluation import read_questions, summary
 
     questions = read_questions(args.data, limit=args.limit)
-    options = AskOptions(
-        k=args.k,
-        candidates=args.candidates,
-        decoder=args.decoder,
-        policy=args.policy,
-        placement=args.placement,
-    )
+    options = asking_options(args)
     if args.store is None and any(question.context is None for question in questions):
         raise ValueError("--store is missing and not every question brings its context; expected a store's folder")
     with ExitStack() as stack:
@@ -138,6 +127,7 @@ def _settings(engine: RagEngine, options: AskOptions) -> dict[str, Any]:
         "store": engine.store.path,
         "k": options.k,
         "candidates": options.candidates,
+        "score_window": engine.model.spec.family.score_window if options.score_window is None else options.score_window,
         "draft_weight": engine.model.spec.family.draft_weight,
         "decoder": options.decoder,
         "policy": options.policy,

@@ -59,6 +59,7 @@ class Family:
         block_len: masked tokens of one canvas block.
         likelihood: default estimator of s_I and s_P, "masked_groups" or "causal_shift".
         draft_weight: lambda of s = s_I + lambda * s_P.
+        score_window: chunks whose s lies more than this below the best one's are not read (nats per token), or None.
         no_answer: the trained text for "not in the documents", or None.
     """
 
@@ -77,6 +78,7 @@ class Family:
     block_len: int
     likelihood: str
     draft_weight: float
+    score_window: float | None
     no_answer: str | None
     support: Support | None
     licence: str
@@ -92,13 +94,14 @@ FAMILIES: tuple[Family, ...] = (
         logit_shift=True,
         prefill_mask="bidirectional",
         template=CHATML,
-        chunk_len=192,
+        chunk_len=160,
         max_chunk_len=256,
         context_len=1024,
         window=2048,
         block_len=32,
         likelihood="masked_groups",
         draft_weight=0.1,
+        score_window=0.5,
         no_answer="Not found in the documents.",
         support=Support(bias=-5.17, no_answer=-0.911, margin=1.455, typical_margin=0.95),
         licence="Apache-2.0",
@@ -119,6 +122,7 @@ FAMILIES: tuple[Family, ...] = (
         block_len=32,
         likelihood="masked_groups",
         draft_weight=0.0,
+        score_window=None,
         no_answer=None,
         support=None,
         licence="see the checkpoint's card",
@@ -139,6 +143,7 @@ FAMILIES: tuple[Family, ...] = (
         block_len=32,
         likelihood="masked_groups",
         draft_weight=0.0,
+        score_window=None,
         no_answer=None,
         support=None,
         licence="see the checkpoint's card",

@@ -1,0 +1,57 @@
+"""Engines opened in this process, so that components that name the same store and model share one."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdllm_store import ChunkStore
+
+    from pdllm_rag.engine import RagEngine
+
+_lock = threading.Lock()
+_opened: weakref.WeakValueDictionary[tuple[str | int, str, str], RagEngine] = weakref.WeakValueDictionary()
+
+
+def shared_engine(store: str | ChunkStore, model: str, device: str) -> RagEngine:
+    """The engine over that store and model, opened once per process while any component holds it.
+
+    Args:
+        store: folder of a store that exists, or a store.
+
+    Raises:
+        StoreError, ModelError.
+    """
+    from pdllm_rag.engine import RagEngine
+    from pdllm_rag.models.loader import BUNDLED
+
+    place = os.path.realpath(store) if isinstance(store, str) else id(store)
+    named = model if model in BUNDLED else os.path.realpath(os.path.expanduser(model))
+    key = (place, named, device)
+    with _lock:
+        engine = _opened.get(key)
+        if engine is None:
+            engine = RagEngine.open(store, model, create=False, device=device)
+            if isinstance(store, str):
+                weakref.finalize(engine, engine.store.close)
+            _opened[key] = engine
+        return engine
+
+
+def store_generation(store: str | ChunkStore) -> int | None:
+    """The store's generation, read without loading a model; None if there is no store."""
+    if not isinstance(store, str):
+        return store.generation
+    from pdllm_store import LMDBStore, StoreNotFoundError
+
+    try:
+        opened = LMDBStore.open(store, create=False)
+    except StoreNotFoundError:
+        return None
+    try:
+        return opened.generation
+    finally:
+        opened.close()

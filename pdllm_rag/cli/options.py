@@ -1,0 +1,80 @@
+"""Arguments that several commands share: how a question is asked."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from pdllm_rag.cli.console import positive_int
+
+if TYPE_CHECKING:
+    from pdllm_rag.config import AskOptions
+
+# Spelled out, so that `--help` needs no model code; a test keeps them equal to the engine's.
+DECODERS = ("static_kv", "vanilla")
+POLICIES = ("independent", "joint")
+PLACEMENTS = ("sequential", "gap", "reuse")
+
+
+def add_asking(parser: argparse.ArgumentParser) -> None:
+    """Add what decides which chunks are read and how the answer is denoised."""
+    parser.add_argument("--k", type=positive_int, default=4, metavar="N", help="most chunks read (default: 4)")
+    tuning = parser.add_argument_group("reading and decoding")
+    tuning.add_argument("--candidates", type=positive_int, default=8, metavar="N", help="chunks scored (default: 8)")
+    tuning.add_argument(
+        "--score-window",
+        type=_not_negative,
+        metavar="NATS",
+        help="leave out chunks that score this far below the best; inf reads all k (default: the model family's)",
+    )
+    tuning.add_argument("--decoder", choices=DECODERS, default="static_kv", help="(default: static_kv)")
+    tuning.add_argument("--policy", choices=POLICIES, default="independent", help="(default: independent)")
+    tuning.add_argument("--placement", choices=PLACEMENTS, default="sequential", help="(default: sequential)")
+    tuning.add_argument(
+        "--threshold",
+        type=_probability,
+        default=0.9,
+        metavar="P",
+        help="commit tokens surer than this (default: 0.9)",
+    )
+    tuning.add_argument("--steps", type=positive_int, metavar="N", help="most denoising steps a block (default: any)")
+
+
+def asking_options(args: argparse.Namespace, **others: object) -> AskOptions:
+    """The engine's options that `add_asking`'s arguments ask for, and others."""
+    from pdllm_rag.config import AskOptions
+
+    return AskOptions().with_changes(
+        {
+            "k": args.k,
+            "candidates": args.candidates,
+            "score_window": args.score_window,
+            "decoder": args.decoder,
+            "policy": args.policy,
+            "placement": args.placement,
+            "threshold": args.threshold,
+            "steps": args.steps,
+            **others,
+        }
+    )
+
+
+def _probability(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = _number(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of 0 or more, or inf")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number") from None
