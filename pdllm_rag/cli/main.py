@@ -21,6 +21,10 @@ from pdllm_rag.cli.console import log_to_stderr, say
 
 MODULES = (prefill, ask, store, models, eval, bench)
 
+# How long an OpenMP thread spins before it sleeps. With the default, one other busy process on a two-core machine slows
+# matrix products fifteenfold, because threads that wait hold the cores that the others need (docs/log.md).
+SPIN_COUNT = "10000"
+
 
 class CommandParser(argparse.ArgumentParser):
     """A parser that every command and subcommand is made of: no abbreviated options, and `--verbose`."""
@@ -69,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: after help, version (0) and wrong usage (2).
     """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is first imported
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to stop

@@ -103,7 +103,7 @@ FAMILIES: tuple[Family, ...] = (
         draft_weight=0.1,
         score_window=0.5,
         no_answer="Not found in the documents.",
-        support=Support(bias=-5.17, no_answer=-0.911, margin=1.455, typical_margin=0.95),
+        support=Support(bias=-5.15, no_answer=-0.85, margin=1.92, typical_margin=0.825),
         licence="Apache-2.0",
     ),
     Family(
