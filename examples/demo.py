@@ -13,7 +13,8 @@ from pathlib import Path
 HANDBOOK = Path(__file__).parent / "handbook"
 QUESTIONS = (
     "How many days of paid annual leave does a full-time employee get under the 2025 leave policy?",
-    "How long is the warranty on a Gannet 350 hull?",
+    "How long is the warranty on a Gannet buoy without a service contract?",
+    "Who runs the order desk in Porto?",
     "What is the capital of Peru?",
 )
 
