@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -124,7 +125,7 @@ def _settings(engine: RagEngine, options: AskOptions) -> dict[str, Any]:
         "weights": engine.fingerprint.weights_digest,
         "dtype": str(engine.model.backbone.dtype).removeprefix("torch."),
         "kv_dtype": engine.fingerprint.kv_dtype,
-        "store": engine.store.path,
+        "store": Path(engine.store.path).name,
         "k": options.k,
         "candidates": options.candidates,
         "score_window": engine.model.spec.family.score_window if options.score_window is None else options.score_window,
