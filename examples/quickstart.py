@@ -22,7 +22,7 @@ with RagEngine.open(store="kb", model="demo") as engine:
     for citation in answer.citations[:1]:
         print(f"  {citation.doc_id}: {citation.quote}")
 
-    for event in engine.stream("Who is the head of people?"):
+    for event in engine.stream("Who runs the order desk in Porto?"):
         if isinstance(event, TextDelta):
             print(event.text, end="", flush=True)
         elif isinstance(event, Final):

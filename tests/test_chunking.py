@@ -2,16 +2,15 @@
 
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
-import pdllm_rag
-from pdllm_rag.chunking import Encode, is_blank, recipe, split, text_id
+from pdllm_rag.chunking import is_blank, recipe, split, text_id
+from pdllm_rag.models.loader import BUNDLED
+from pdllm_rag.models.tokenizer import Tokenizer
 
 SENTENCES = "One fish swims. Two fish swim too! Do three fish swim? Four of them do. "
 TEXTS = st.text(
@@ -41,19 +40,7 @@ def word_encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:
     return list(range(len(offsets))), offsets
 
 
-def real_encode() -> Encode:
-    assert pdllm_rag.__file__
-    tokenizer = Tokenizer.from_file(str(Path(pdllm_rag.__file__).parent / "models/demo/tokenizer.json"))
-    tokenizer.encode_special_tokens = True
-
-    def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        encoding = tokenizer.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
-
-    return encode
-
-
-ENCODERS = {"byte": byte_encode, "word": word_encode, "real": real_encode()}
+ENCODERS = {"byte": byte_encode, "word": word_encode, "real": Tokenizer(BUNDLED["demo"]).encode_with_offsets}
 
 
 @PROPERTY
