@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pdllm_rag.answer import Answer, AnswerStats, Citation
-    from pdllm_rag.asking import CanvasUpdate, Final, StreamEvent, TextDelta
     from pdllm_rag.config import AskOptions
     from pdllm_rag.engine import RagEngine, Retrieved
+    from pdllm_rag.events import CanvasUpdate, Final, StreamEvent, TextDelta
     from pdllm_rag.models.loader import LoadedModel, load_model
     from pdllm_rag.prefill import InputDocument, PrefillReport
     from pdllm_rag.scoring import ScoringOptions
@@ -36,17 +36,17 @@ _HOMES = {
     "Answer": "answer",
     "AnswerStats": "answer",
     "AskOptions": "config",
-    "CanvasUpdate": "asking",
+    "CanvasUpdate": "events",
     "Citation": "answer",
-    "Final": "asking",
+    "Final": "events",
     "InputDocument": "prefill",
     "LoadedModel": "models.loader",
     "PrefillReport": "prefill",
     "RagEngine": "engine",
     "Retrieved": "engine",
     "ScoringOptions": "scoring",
-    "StreamEvent": "asking",
-    "TextDelta": "asking",
+    "StreamEvent": "events",
+    "TextDelta": "events",
     "load_model": "models.loader",
 }
 

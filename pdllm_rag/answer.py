@@ -101,8 +101,7 @@ def best_passage(text: str, answer: str, question: str) -> tuple[int, int]:
     def rank(span: tuple[int, int]) -> tuple[bool, int, int]:
         sentence = text[slice(*span)]
         words = _words(sentence)
-        holds = bool(needle) and re.search(rf"(?<!\w){re.escape(needle)}(?!\w)", sentence.casefold()) is not None
-        return holds, 2 * len(words & told) + len(words & asked), -span[0]
+        return holds(sentence, answer), 2 * len(words & told) + len(words & asked), -span[0]
 
     start, end = max(sentences, key=rank)
     if end - start > QUOTE_CHARS:
@@ -110,6 +109,12 @@ def best_passage(text: str, answer: str, question: str) -> tuple[int, int]:
         start += max(0, min(at - QUOTE_CHARS // 2, end - start - QUOTE_CHARS)) if at > 0 else 0
         end = start + QUOTE_CHARS
     return start, start + len(text[start:end].rstrip())
+
+
+def holds(passage: str, answer: str) -> bool:
+    """Whether an answer stands in a passage as whole words, whatever its case."""
+    needle = answer.casefold().strip()
+    return bool(needle) and re.search(rf"(?<!\w){re.escape(needle)}(?!\w)", passage.casefold()) is not None
 
 
 def _words(text: str) -> set[str]:

@@ -8,88 +8,28 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from pdllm_store import ChunkKV, ChunkRef
-
-from pdllm_rag.answer import Answer, AnswerStats, ChunkCounts, Citation, best_passage
+from pdllm_rag.answer import Answer, AnswerStats, ChunkCounts, Citation, best_passage, holds
 from pdllm_rag.clock import Clock
 from pdllm_rag.config import AskOptions
 from pdllm_rag.decoding import Canvas, Decoder, DecodeRequest, DecodeStep, Sampling
 from pdllm_rag.errors import ContextWindowError, GenerationCancelled, RequestError
+from pdllm_rag.events import CanvasUpdate, Final, Messages, StreamEvent, TextDelta
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.models.tokenizer import Prompt
 from pdllm_rag.placement import Placement, plan_offsets
 from pdllm_rag.policies import encode_jointly
 from pdllm_rag.pool import KVPool
+from pdllm_rag.reading import Found, Reading, Source
 from pdllm_rag.retrieval import Selection
-from pdllm_rag.support import support_probability
+from pdllm_rag.support import says_nothing, support_probability
 from pdllm_rag.transcript import Transcript
 
 logger = logging.getLogger(__name__)
 
 NO_SUPPORT = "The documents do not hold an answer."
-
-Messages = Sequence[Mapping[str, str]]
-
-
-class TextDelta(NamedTuple):
-    """Text that is final. Joined deltas are the answer."""
-
-    text: str
-
-
-class CanvasUpdate(NamedTuple):
-    """One denoising step, for a live view; later text may stand before earlier text."""
-
-    step: DecodeStep
-
-
-class Final(NamedTuple):
-    """The last event."""
-
-    answer: Answer
-
-
-StreamEvent = TextDelta | CanvasUpdate | Final
-
-
-class Source(NamedTuple):
-    """A chunk that a question may read: where it stands, its tokens and its text."""
-
-    ref: ChunkRef
-    token_ids: Sequence[int]
-    text: str
-
-
-class Found(NamedTuple):
-    """What retrieval gave: sources best first, their selection, and KV that is already at hand."""
-
-    sources: Sequence[Source]
-    selection: Selection
-    kv: Mapping[bytes, ChunkKV]
-
-
-class Reading(NamedTuple):
-    """What the model reads: sources in document order, where they stand, and their KV if the decoder needs it.
-
-    fresh: sources that were encoded for this question instead of served from the store.
-    """
-
-    sources: Sequence[Source]
-    placement: Placement
-    kv: Sequence[ChunkKV]
-    fresh: Sequence[Source]
-
-    def n_tokens(self) -> int:
-        """Context tokens."""
-        return sum(len(source.token_ids) for source in self.sources)
-
-    def n_cached(self) -> int:
-        """Those served from the store."""
-        return self.n_tokens() - sum(len(source.token_ids) for source in self.fresh)
 
 
 @dataclass
@@ -113,7 +53,16 @@ class Asking:
 
     model: LoadedModel
     pool: KVPool
-    name: str
+    chunk_len: int
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.model.spec.name
+
+    def score_window(self, options: AskOptions) -> float | None:
+        """The window in force: the options', else the family's."""
+        return self.model.spec.family.score_window if options.score_window is None else options.score_window
 
     def events(
         self,
@@ -132,9 +81,9 @@ class Asking:
             NumericsError: the model's logits are not finite.
         """
         clock = Clock()
-        text, prompt = self._prompt(question, options)
+        text, prompt = self.prompt(question, options)
         found = find(text, options.k, clock)
-        ranked = self._fitting(self._near_best(found, options), prompt, options)
+        ranked = self._fitting(found, prompt, options)
         decoder = options.make_decoder(self.model)
         reading = self._read(ranked, found, decoder, options, clock)
         outcome = Outcome(self._transcript(options), [])
@@ -142,8 +91,8 @@ class Asking:
             yield from self._decode(prompt, reading, found.selection.margin, decoder, options, clock, outcome)
         no_answer = self.model.spec.family.no_answer
         said = outcome.transcript.text
-        supported = bool(ranked) and not outcome.withheld and said not in ("", no_answer)
-        if outcome.withheld or not said:
+        supported = bool(ranked) and not outcome.withheld and not says_nothing(said, no_answer)
+        if outcome.withheld or (not said and not outcome.transcript.stopped_by_string):
             said = no_answer or NO_SUPPORT
             yield TextDelta(said)
         stats = AnswerStats(
@@ -158,7 +107,7 @@ class Asking:
                 recomputed=len(reading.fresh),
                 candidates=found.selection.n_candidates,
             ),
-            policy=options.policy,
+            policy=options.policy if decoder.needs_kv else "dense",
             decoder=options.decoder,
             model=self.name,
             finish_reason=outcome.transcript.finish_reason or "stop",
@@ -168,18 +117,28 @@ class Asking:
         citations = self._cite(ranked, found.selection, said, text) if supported else ()
         yield Final(Answer(said, citations, stats, tuple(outcome.steps)))
 
-    def _prompt(self, question: str | Messages, options: AskOptions) -> tuple[str, Prompt]:
+    def prompt(self, question: str | Messages, options: AskOptions) -> tuple[str, Prompt]:
+        """The question's text and its templated ids.
+
+        Raises:
+            RequestError: no question; ContextWindowError: it does not fit with its answer.
+        """
+        if isinstance(question, bytes) or not isinstance(question, (str, Sequence)):
+            raise RequestError(f"the question is a {type(question).__name__}; expected text or a list of messages")
         messages: Messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         if not messages or messages[-1].get("role") != "user":
             raise RequestError(
                 f"the conversation has {len(messages)} messages and does not end with one of role 'user'; "
                 "expected the question there"
             )
-        if any(not isinstance(message.get("content"), str) for message in messages):
-            raise RequestError("a message has no text in 'content'; expected {'role': ..., 'content': text} each")
+        if any(not isinstance(m.get("content"), str) or not isinstance(m.get("role"), str) for m in messages):
+            raise RequestError(
+                "a message lacks text in 'role' or 'content'; expected {'role': ..., 'content': ...} each"
+            )
+        messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"].strip()}]
         text = messages[-1]["content"]
         prompt = self.model.tokenizer.render(self.model.spec.family.template, messages)
-        if not text.strip() or not prompt.content:
+        if not text or not prompt.content:
             raise RequestError("the question is empty; expected some words")
         window = self.model.spec.family.window
         need = self._room(prompt, options)
@@ -195,20 +154,31 @@ class Asking:
 
     def _near_best(self, found: Found, options: AskOptions) -> list[Source]:
         """Sources whose score lies within the window below the best one's; rivals far below it only distract."""
-        window = self.model.spec.family.score_window if options.score_window is None else options.score_window
+        window = self.score_window(options)
         scores = found.selection.scores
         if window is None or not scores:
             return list(found.sources)
         return [s for s, score in zip(found.sources, scores, strict=True) if score >= scores[0] - window]
 
-    def _fitting(self, sources: Sequence[Source], prompt: Prompt, options: AskOptions) -> list[Source]:
-        """Sources by rank until the window is full."""
+    def _fitting(self, found: Found, prompt: Prompt, options: AskOptions) -> list[Source]:
+        """Sources near the best, by rank until the window is full.
+
+        Raises:
+            ContextWindowError: not even one fits, or one of those that were asked for by id does not.
+        """
+        sources = self._near_best(found, options)
         family = self.model.spec.family
         room = family.window - self._room(prompt, options)
         kept: list[Source] = []
         for source in sources:
             lens = [len(s.token_ids) for s in [*kept, source]]
-            if plan_offsets(lens, options.placement, chunk_len=max(lens)).canvas_start > room:
+            if self._plan(lens, options).canvas_start > room:
+                if found.exact or not kept:
+                    raise ContextWindowError(
+                        f"{len(kept)} of {len(sources)} chunks fit beside question and answer: {room} of "
+                        f"{family.window} tokens are left for chunks, the next one has {len(source.token_ids)}. "
+                        "Shorten the question, lower max_new_tokens, or give fewer chunks"
+                    )
                 logger.warning(
                     "%d of %d selected chunks fit the window of %d tokens; the others are left out",
                     len(kept),
@@ -227,13 +197,16 @@ class Asking:
             )
         return kept
 
+    def _plan(self, lens: Sequence[int], options: AskOptions) -> Placement:
+        return plan_offsets(lens, options.placement, chunk_len=max(self.chunk_len, *lens, 1))
+
     def _read(
         self, ranked: Sequence[Source], found: Found, decoder: Decoder, options: AskOptions, clock: Clock
     ) -> Reading:
         """Put the sources in document order and get their KV, under the policy asked for and no other."""
         ordered = sorted(ranked, key=lambda source: source.ref)
         lens = [len(source.token_ids) for source in ordered]
-        placement = plan_offsets(lens, options.placement, chunk_len=max(lens, default=1))
+        placement = self._plan(lens, options)
         if not decoder.needs_kv:
             return Reading(ordered, placement, (), ordered)
         with clock.phase("load"):
@@ -297,6 +270,8 @@ class Asking:
             yield CanvasUpdate(step)
             if delta:
                 yield TextDelta(delta)
+            if step.finished is not None:
+                return
             if outcome.transcript.stopped:
                 done.set()
 
@@ -317,5 +292,4 @@ class Asking:
                     page=source.ref.page,
                 )
             )
-        needle = answer.casefold().strip()
-        return tuple(sorted(citations, key=lambda citation: needle not in citation.quote.casefold()))
+        return tuple(sorted(citations, key=lambda citation: not holds(citation.quote, answer)))

@@ -64,6 +64,11 @@ class AskOptions:
         for name, known in (("policy", POLICIES), ("placement", MODES), ("decoder", tuple(DECODERS))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+        if self.decoder == "vanilla" and self.policy != "independent":
+            raise ValueError(
+                f"policy is {self.policy!r} with decoder 'vanilla', which encodes chunks and question together at each "
+                "step and has no cache policy; leave the policy out, or take decoder 'static_kv'"
+            )
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if any(not isinstance(text, str) or not text for text in self.stop):

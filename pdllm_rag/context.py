@@ -15,7 +15,7 @@ import torch
 from pdllm_store import ChunkKV
 
 from pdllm_rag.attention import ChunkTable
-from pdllm_rag.models.rope import Rope
+from pdllm_rag.models.backbone import Backbone
 from pdllm_rag.placement import Placement
 
 
@@ -70,23 +70,20 @@ class Placed(NamedTuple):
 def gather(
     placed: Sequence[Placed],
     canvas_lens: Sequence[int],
-    *,
-    rope: Rope,
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
+    backbone: Backbone,
 ) -> Context:
     """Copy chunks into one buffer, sequence after sequence, each followed by room for its canvas.
 
     Args:
         placed: per sequence its chunks [Y, T, G, D] (any float dtype) and their placement.
         canvas_lens: canvas rows per sequence.
-        shape: (Y, G, D) of the model.
-        dtype, device: of the buffers; keys are rotated in float32 and rounded once.
+        backbone: gives shape, dtype and device of the buffers; keys are rotated in float32 and rounded once.
     """
-    n_layers, n_kv_heads, head_dim = shape
+    rope, device = backbone.rope, backbone.device
     n_rows = sum(canvas_lens) + sum(chunk.k.shape[1] for one in placed for chunk in one.chunks)
-    k = torch.empty(n_layers, n_rows, n_kv_heads, head_dim, dtype=dtype, device=device)
+    k = torch.empty(
+        backbone.n_layers, n_rows, backbone.n_kv_heads, backbone.head_dim, dtype=backbone.dtype, device=device
+    )
     v = torch.empty_like(k)
     sequences, row = [], 0
     for one, canvas_len in zip(placed, canvas_lens, strict=True):

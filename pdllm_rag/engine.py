@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -12,29 +13,37 @@ import torch
 from pdllm_store import (
     ChunkId,
     ChunkKV,
+    ChunkNotFoundError,
     ChunkRef,
     ChunkStore,
     DocumentInfo,
     DocumentNotFoundError,
     KVDtype,
     LMDBStore,
+    RecordDamagedError,
+    StoreFullError,
     StoreMismatchError,
 )
 
 from pdllm_rag import registry
 from pdllm_rag.answer import Answer
-from pdllm_rag.asking import Asking, Final, Found, Messages, Source, StreamEvent
+from pdllm_rag.asking import Asking
+from pdllm_rag.chunking import is_blank
 from pdllm_rag.clock import Clock
 from pdllm_rag.config import AskOptions
-from pdllm_rag.errors import RequestError
+from pdllm_rag.events import EitherEvent, Final, Messages, StreamEvent
 from pdllm_rag.first_stage import BM25Index
 from pdllm_rag.ingest import ingest
 from pdllm_rag.models.loader import LoadedModel, read_spec
 from pdllm_rag.pool import KVPool
 from pdllm_rag.prefill import InputDocument, Prefiller, PrefillReport, Progress
-from pdllm_rag.retrieval import Retriever, Selection
+from pdllm_rag.reading import Found, Source, matching
+from pdllm_rag.retrieval import Retriever, Selection, needs_scores
 from pdllm_rag.scoring import ScoringOptions
 
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 5  # of retrieving from a store that changes meanwhile
 PASTED = "<context>"  # doc_id of chunks that came with the question
 
 
@@ -68,11 +77,13 @@ class RagEngine:
         self.options = options or AskOptions()
         self.fingerprint = model.fingerprint(store.kv_dtype)
         self._release = release
-        self._prefiller = Prefiller(model, store, self.fingerprint, chunk_len=chunk_len or model.spec.family.chunk_len)
+        chunk_len = model.spec.family.chunk_len if chunk_len is None else chunk_len
+        self._prefiller = Prefiller(model, store, self.fingerprint, chunk_len=chunk_len)
+        self._recomputing = threading.Lock()
         self._pool = KVPool(store, self._recompute, budget_bytes=pool_bytes)
         self._index = BM25Index(store, self.fingerprint)
-        self._retriever = Retriever(model, store, self._index, self._pool, scoring or ScoringOptions())
-        self._asking = Asking(model, self._pool, model.spec.name)
+        self._retriever = Retriever(model, self._index, self._pool, scoring or ScoringOptions())
+        self._asking = Asking(model, self._pool, chunk_len)
 
     @classmethod
     def open(
@@ -173,10 +184,8 @@ class RagEngine:
 
     def delete(self, doc_id: str) -> bool:
         """Delete a document: its chunks, KV, index entries and cached copies; False if there is none."""
-        held = [info for info in self.documents() if info.doc_id == doc_id]
         deleted = self.store.delete_document(self.fingerprint, doc_id)
-        for info in held:
-            self._pool.forget(info.chunk_ids)
+        self._pool.retain(self._index.chunk_ids())
         return deleted
 
     # -- questions ---------------------------------------------------------------------------------------------
@@ -188,9 +197,8 @@ class RagEngine:
             DocumentNotFoundError: the store is empty; StoreMismatchError: it holds another model's documents only.
             ValueError: a bad option.
         """
-        if not question.strip():
-            raise RequestError("the question is empty; expected some words")
         options = self.options.with_changes({**changes, **({} if k is None else {"k": k})})
+        self._asking.prompt(question, options)
         found = self._find(question, options, options.k, Clock())
         return [
             Retrieved(source.ref, score, source.text)
@@ -215,7 +223,7 @@ class RagEngine:
             options, changes: options of this call; `changes` win.
 
         Raises:
-            RequestError, StoreError, NumericsError, ValueError.
+            RequestError, StoreError, NumericsError, ValueError; EmptyDocumentError for a `context` without text.
         """
         for event in self.stream(question, chunk_ids=chunk_ids, context=context, options=options, **changes):
             if isinstance(event, Final):
@@ -235,10 +243,13 @@ class RagEngine:
         chosen = (options or self.options).with_changes(changes)
         if chunk_ids is not None and context is not None:
             raise ValueError("chunk_ids and context were both given; expected at most one of them")
+        if chosen.filter and (chunk_ids is not None or context is not None):
+            raise ValueError("filter was given beside chunk_ids or context; it applies to retrieval only")
 
         def find(text: str, k: int, clock: Clock) -> Found:
             if context is not None:
-                return self._pasted([context] if isinstance(context, str) else context, text, k, clock)
+                texts = [context] if isinstance(context, str) else context
+                return self._pasted(texts, text, k, clock, self._asking.score_window(chosen))
             if chunk_ids is not None:
                 return self._given(chunk_ids)
             return self._find(text, chosen, k, clock)
@@ -254,8 +265,10 @@ class RagEngine:
 
     async def astream(self, question: str | Messages, **arguments: Any) -> AsyncGenerator[StreamEvent, None]:
         """`stream` in a thread; leaving the loop or cancelling the task stops the decoding at its next step."""
-        cancel = arguments.pop("cancel", None) or threading.Event()
-        events = self.stream(question, cancel=cancel, **arguments)
+        options: AskOptions = arguments.pop("options", None) or self.options
+        given = arguments.pop("cancel", None) or options.cancel
+        cancel = EitherEvent(given)
+        events = self.stream(question, options=options, cancel=cancel, **arguments)
         try:
             while (event := await asyncio.to_thread(next, events, None)) is not None:
                 yield event
@@ -265,26 +278,35 @@ class RagEngine:
     # -- finding -----------------------------------------------------------------------------------------------
 
     def _find(self, text: str, options: AskOptions, k: int, clock: Clock) -> Found:
+        """Retrieve; if documents change meanwhile, again, so that text, offsets and KV belong together."""
+        for attempt in range(MAX_ATTEMPTS):
+            generation = self.store.generation
+            try:
+                return self._find_once(text, options, k, clock)
+            except (DocumentNotFoundError, ChunkNotFoundError):
+                if self.store.generation == generation or attempt == MAX_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _find_once(self, text: str, options: AskOptions, k: int, clock: Clock) -> Found:
         with clock.phase("first_stage"):
-            doc_ids = self._filtered(options.filter)
+            before = self._index.generation
             if not self._index.size():
                 self._explain_empty()
-        selection = self._retriever.select(text, k, options.candidates, clock, doc_ids=doc_ids)
-        return Found(self._sources(selection.refs), selection, {})
-
-    def _filtered(self, wanted: Mapping[str, Any]) -> set[str] | None:
-        if not wanted:
-            return None
-        return {
-            info.doc_id
-            for info in self.documents()
-            if all(
-                str({**info.metadata, "doc_id": info.doc_id, "source": info.source}.get(key)) == str(value)
-                for key, value in wanted.items()
-            )
-        }
+            if self._index.generation != before:
+                self._pool.retain(self._index.chunk_ids())
+            doc_ids = matching(self.documents(), options.filter) if options.filter else None
+        window = self._asking.score_window(options)
+        selection = self._retriever.select(text, k, options.candidates, clock, score_window=window, doc_ids=doc_ids)
+        sources = self._sources(selection.refs)
+        with clock.phase("load"):
+            acquired = self._pool.acquire([ref.chunk_id for ref in selection.refs])
+        recomputed = selection.recomputed | acquired.recomputed
+        return Found(sources, selection._replace(recomputed=recomputed), acquired.kv)
 
     def _given(self, chunk_ids: Sequence[ChunkId | str]) -> Found:
+        if isinstance(chunk_ids, (str, bytes)):
+            raise ValueError("chunk_ids is a single id; expected a list of them")
         wanted = [_chunk_id(c) for c in chunk_ids]
         by_id = {ref.chunk_id: ref for ref in reversed(self.store.refs(self.fingerprint))}
         unknown = [c.hex() for c in wanted if c not in by_id]
@@ -294,32 +316,35 @@ class RagEngine:
                 "expected ids from retrieve() or `pdllm store list --json`"
             )
         refs = tuple(by_id[c] for c in dict.fromkeys(wanted))
-        selection = Selection(refs, (0.0,) * len(refs), None, len(refs), frozenset())
-        return Found(self._sources(refs), selection, {})
+        return Found(self._sources(refs), Selection.unscored(refs), {}, exact=True)
 
-    def _pasted(self, texts: Sequence[str], question: str, k: int, clock: Clock) -> Found:
+    def _pasted(self, texts: Sequence[str], question: str, k: int, clock: Clock, score_window: float | None) -> Found:
         sources: list[Source] = []
         kv: dict[ChunkId, ChunkKV] = {}
         with clock.phase("load"):
-            for text in texts:
-                document, chunks = self._prefiller.encode_text(PASTED, text)
+            pieces = [text for text in dict.fromkeys(texts) if not is_blank(text)]
+            for number, text in enumerate(pieces or texts, start=1):
+                name = PASTED if number == 1 else f"{PASTED[:-1]} {number}>"
+                document, chunks = self._prefiller.encode_text(name, text)
                 for batch in self._prefiller.encoder.batches(list(chunks.values())):
                     kv |= {meta.chunk_id: chunk for meta, chunk in batch}
                 for ref in document.chunks:
                     quote = text[ref.char_start : ref.char_end]
-                    sources.append(Source(ref._replace(ordinal=len(sources)), chunks[ref.chunk_id].tolist(), quote))
+                    sources.append(Source(ref, chunks[ref.chunk_id].tolist(), quote))
         refs = [source.ref for source in sources]
-        if self._retriever.needs_scores(len(refs), k):
-            kvs = [kv[ref.chunk_id] for ref in refs]
-            selection = self._retriever.rank_kv(question, refs, kvs, k, clock)
+        if needs_scores(len(refs), k, score_window):
+            selection = self._retriever.rank(question, refs, [kv[ref.chunk_id] for ref in refs], k, clock)
         else:
-            selection = Selection(tuple(refs), (0.0,) * len(refs), None, len(refs), frozenset())
+            selection = Selection.unscored(refs)
         computed = frozenset(ref.chunk_id for ref in selection.refs)
         by_ref = {source.ref: source for source in sources}
         return Found([by_ref[ref] for ref in selection.refs], selection._replace(recomputed=computed), kv)
 
     def _sources(self, refs: Sequence[ChunkRef]) -> list[Source]:
         documents = {doc_id: self.store.document(self.fingerprint, doc_id) for doc_id in {r.doc_id for r in refs}}
+        stale = [ref for ref in refs if ref not in documents[ref.doc_id].chunks]
+        if stale:
+            raise DocumentNotFoundError(f"document {stale[0].doc_id!r} was replaced while it was read; ask again")
         return [
             Source(
                 ref,
@@ -346,15 +371,24 @@ class RagEngine:
 
     def _recompute(self, chunk_id: ChunkId) -> ChunkKV:
         """Encode a chunk again from its kept token ids and write it back."""
-        meta = self.store.meta(chunk_id)
-        (batch,) = self._prefiller.encoder.batches([meta.token_ids])
-        self.store.discard([chunk_id])
-        self.store.put(self.fingerprint, batch)
-        return self.store.load(chunk_id)
+        with self._recomputing:
+            if not self.store.missing([chunk_id]):
+                try:
+                    return self.store.load(chunk_id)  # another question was faster
+                except RecordDamagedError:
+                    self.store.discard([chunk_id])
+            meta = self.store.meta(chunk_id)
+            (batch,) = self._prefiller.encoder.batches([meta.token_ids])
+            try:
+                self.store.put(self.fingerprint, batch)
+            except StoreFullError as error:
+                logger.warning("chunk %s was computed again but not written back: %s", chunk_id.hex(), error)
+            ((_, kv),) = batch
+            return kv
 
 
 def _chunk_id(given: ChunkId | str) -> ChunkId:
     try:
-        return bytes.fromhex(given) if isinstance(given, str) else given
-    except ValueError as error:
+        return bytes.fromhex(given) if isinstance(given, str) else bytes(memoryview(given))
+    except (TypeError, ValueError) as error:
         raise ValueError(f"chunk id {given!r} is no hexadecimal text; expected 32 hex digits or 16 bytes") from error

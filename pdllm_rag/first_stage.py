@@ -7,6 +7,7 @@ are one), accent-free and stemmed for English; scripts without spaces are indexe
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
 import unicodedata
@@ -14,7 +15,9 @@ from collections.abc import Collection, Iterator
 from itertools import groupby
 from typing import NamedTuple
 
-from pdllm_store import ChunkId, ChunkRef, ChunkStore, ModelFingerprint
+from pdllm_store import ChunkId, ChunkRef, ChunkStore, DocumentNotFoundError, ModelFingerprint, RecordDamagedError
+
+logger = logging.getLogger(__name__)
 
 TITLE_WEIGHT = 0.5
 
@@ -68,9 +71,21 @@ class BM25Index:
             self._follow()
             return len(self._rows)
 
+    def chunk_ids(self) -> set[ChunkId]:
+        """Chunks indexed now."""
+        with self._lock:
+            self._follow()
+            return {ref.chunk_id for ref in self._rows.values()}
+
+    @property
+    def generation(self) -> int | None:
+        """The store's generation that the index last followed."""
+        return self._generation
+
     def close(self) -> None:
-        """Free the index."""
-        self._database.close()
+        """Free the index; it is empty afterwards."""
+        with self._lock:
+            self._database.close()
 
     def _ranked(self, question: str) -> Iterator[Candidate]:
         """Every chunk, those that share a word with the question first."""
@@ -104,7 +119,12 @@ class BM25Index:
                 del self._rows[rowid]
         for doc_id, state in current.items():
             if doc_id not in self._documents:
-                self._documents[doc_id] = (state, self._insert(doc_id))
+                try:
+                    self._documents[doc_id] = (state, self._insert(doc_id))
+                except DocumentNotFoundError:
+                    continue  # deleted meanwhile; the generation has moved on, so the next call looks again
+                except RecordDamagedError as error:
+                    logger.warning("document %r is left out: %s", doc_id, error)
         self._generation = generation
 
     def _insert(self, doc_id: str) -> list[int]:

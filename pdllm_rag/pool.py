@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from pdllm_store import ChunkId, ChunkKV, ChunkNotFoundError, ChunkStore, RecordDamagedError
@@ -68,13 +68,14 @@ class KVPool:
             kv[chunk_id] = entry
         return Acquired(kv, frozenset(recomputed))
 
-    def forget(self, chunk_ids: Iterable[ChunkId]) -> None:
-        """Drop entries, after their document was deleted."""
+    def retain(self, chunk_ids: Collection[ChunkId]) -> None:
+        """Drop every entry that is not among these, after documents were deleted or replaced."""
         with self._lock:
-            for chunk_id in chunk_ids:
-                entry = self._entries.pop(chunk_id, None)
-                if entry is not None:
-                    self._bytes -= _size(entry)
+            for chunk_id in [held for held in self._entries if held not in chunk_ids]:
+                self._bytes -= _size(self._entries.pop(chunk_id))
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def _keep(self, chunk_id: ChunkId, entry: ChunkKV) -> None:
         with self._lock:

@@ -13,9 +13,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgpack
 import numpy as np
 from numpy.typing import NDArray
-from pdllm_store import ChunkId, ChunkNotFoundError, ChunkRef, ChunkStore, Document, ModelFingerprint, StoreError
+from pdllm_store import (
+    ChunkId,
+    ChunkNotFoundError,
+    ChunkRef,
+    ChunkStore,
+    Document,
+    DocumentConflictError,
+    DocumentInfo,
+    ModelFingerprint,
+    StoreError,
+)
 
 from pdllm_rag.chunking import recipe, split, text_id
 from pdllm_rag.encoder import ChunkEncoder
@@ -25,6 +36,7 @@ from pdllm_rag.models.loader import LoadedModel
 logger = logging.getLogger(__name__)
 
 FLUSH_TOKENS = 4096  # chunks are collected over documents up to this, so that batches are full and alike in length
+FLUSH_DOCUMENTS = 256
 MAX_ATTEMPTS = 3  # of making a document visible while other processes delete chunks that it shares
 
 
@@ -149,9 +161,13 @@ class Prefiller:
                 self._notify(on_progress, report, document.path)
                 continue
             report.text_bytes += len(document.text.encode("utf-8", "surrogatepass"))
+            if document.doc_id in {entry.document.doc_id for entry in pending}:  # the last one wins
+                self._flush(pending, wanted, report, on_progress)
+                pending, wanted, n_tokens = [], {}, 0
+                held = {info.doc_id: info for info in self._store.documents(self._fingerprint)}
             info = held.get(document.doc_id)
             identity = text_id(document.text)
-            if info and (info.text_id, info.recipe, info.source) == (identity, self._recipe, document.source):
+            if info and self._is_held(info, document, identity):
                 report.unchanged += 1
                 report.chunks_reused += len(info.chunk_ids)
                 self._notify(on_progress, report, document.doc_id)
@@ -160,18 +176,35 @@ class Prefiller:
                 entry = self._cut(document, identity, report, replaces=info is not None)
             except (DocumentError, ValueError) as error:
                 report.failed.append(Failure(document.doc_id, str(error)))
+                self._notify(on_progress, report, document.doc_id)
                 continue
             pending.append(entry)
             for chunk_id in self._store.missing(list(entry.chunks)):
                 if chunk_id not in wanted:
                     wanted[chunk_id] = entry.chunks[chunk_id]
                     n_tokens += len(entry.chunks[chunk_id])
-            if n_tokens >= FLUSH_TOKENS:
+            if n_tokens >= FLUSH_TOKENS or len(pending) >= FLUSH_DOCUMENTS:
                 self._flush(pending, wanted, report, on_progress)
                 pending, wanted, n_tokens = [], {}, 0
         self._flush(pending, wanted, report, on_progress)
         report.seconds = time.perf_counter() - started
         return report
+
+    def _is_held(self, info: DocumentInfo, document: InputDocument, identity: bytes) -> bool:
+        """Whether the store has this document already; a text that differs in spelling only counts as the same."""
+        same = (info.text_id, info.recipe, info.source) == (identity, self._recipe, document.source)
+        return same and dict(info.metadata) == _as_stored(document.metadata) and self._is_whole(info)
+
+    def _is_whole(self, info: DocumentInfo) -> bool:
+        """Whether the store can still give what it lists; what it cannot is written again."""
+        try:
+            self._store.document(self._fingerprint, info.doc_id)
+            for chunk_id in info.chunk_ids:
+                self._store.meta(chunk_id)
+        except StoreError as error:
+            logger.warning("document %r is written again: %s", info.doc_id, error)
+            return False
+        return not self._store.missing(info.chunk_ids)
 
     def encode_text(self, doc_id: str, text: str) -> tuple[Document, dict[ChunkId, NDArray[np.int32]]]:
         """Cut a text as `run` does, without storing anything: a document and its chunks' token ids."""
@@ -257,9 +290,15 @@ class Prefiller:
 
 
 def _is_about_one_document(error: StoreError) -> bool:
-    from pdllm_store import DocumentConflictError
-
     return isinstance(error, (DocumentConflictError, ChunkNotFoundError))
+
+
+def _as_stored(metadata: Mapping[str, Any]) -> object:
+    """Metadata as it comes back from a store (tuples as lists); None for what no store takes."""
+    try:
+        return msgpack.unpackb(msgpack.packb(dict(metadata)))
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _page_at(pages: Sequence[tuple[int, int]] | None, char: int) -> int | None:

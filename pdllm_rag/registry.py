@@ -8,15 +8,17 @@ import weakref
 
 import torch
 
-from pdllm_rag.models.loader import BUNDLED, LoadedModel, load_model
+from pdllm_rag.models.loader import LoadedModel, load_model, locate
+from pdllm_rag.models.precision import fastest_dtype
 
 _lock = threading.Lock()
-_loaded: weakref.WeakValueDictionary[tuple[str, str, torch.dtype | None], LoadedModel] = weakref.WeakValueDictionary()
+_loaded: weakref.WeakValueDictionary[tuple[str, str, torch.dtype], LoadedModel] = weakref.WeakValueDictionary()
 
 
 def shared_model(name: str, device: str, dtype: torch.dtype | None) -> LoadedModel:
     """The model of that name, loaded once per process while anybody holds it."""
-    key = (name if name in BUNDLED else os.path.realpath(name), device, dtype)
+    target = torch.device(device)
+    key = (os.path.realpath(locate(name)), str(target), dtype or fastest_dtype(target))
     with _lock:
         model = _loaded.get(key)
         if model is None:

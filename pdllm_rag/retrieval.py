@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from pdllm_store import ChunkId, ChunkKV, ChunkRef, ChunkStore
+from pdllm_store import ChunkId, ChunkKV, ChunkRef
 
 from pdllm_rag.clock import Clock
 from pdllm_rag.decoding import CommitRule, DecodeRequest, StaticKVDecoder
@@ -24,9 +24,11 @@ from pdllm_rag.models.tokenizer import Prompt
 from pdllm_rag.placement import plan_offsets
 from pdllm_rag.pool import KVPool
 from pdllm_rag.scoring import CandidateScorer, ScoringOptions
+from pdllm_rag.support import says_nothing
 
 DRAFT_CHUNKS = 2
 MIN_FOR_MARGIN = 4  # a median of fewer candidates says little about what an unrelated chunk scores
+SCORED_AT_ONCE = 16  # candidates whose KV is gathered together
 
 
 class Selection(NamedTuple):
@@ -44,17 +46,20 @@ class Selection(NamedTuple):
     n_candidates: int
     recomputed: frozenset[ChunkId]
 
+    @classmethod
+    def unscored(cls, refs: Sequence[ChunkRef]) -> Selection:
+        """All of these, in their order."""
+        return cls(tuple(refs), (0.0,) * len(refs), None, len(refs), frozenset())
+
 
 @dataclass(frozen=True)
 class Retriever:
     """Predictive retrieval over one store and model."""
 
     model: LoadedModel
-    store: ChunkStore
     index: BM25Index
     pool: KVPool
     scoring: ScoringOptions
-    backend: str = "auto"
 
     def question(self, text: str) -> Prompt:
         """The canvas rows that scoring sees: the question alone in its template."""
@@ -62,56 +67,66 @@ class Retriever:
         return self.model.tokenizer.render(template, [{"role": "user", "content": text}])
 
     def select(
-        self, text: str, k: int, n_candidates: int, clock: Clock, *, doc_ids: Collection[str] | None = None
+        self,
+        text: str,
+        k: int,
+        n_candidates: int,
+        clock: Clock,
+        *,
+        score_window: float | None,
+        doc_ids: Collection[str] | None = None,
     ) -> Selection:
-        """The k best chunks of the store for a question, of the first stage's `n_candidates`."""
+        """The k best chunks of the store for a question, of the first stage's `n_candidates`.
+
+        Args:
+            score_window: what will be left out for its score; without one, nothing is scored if all candidates fit.
+
+        Raises:
+            ChunkNotFoundError: a candidate was deleted meanwhile.
+            NumericsError: the model's logits are not finite.
+        """
         with clock.phase("first_stage"):
             found = self.index.search(text, max(k, n_candidates), doc_ids=doc_ids)
-        return self.rank(text, [candidate.ref for candidate in found], k, clock)
-
-    def rank(self, text: str, refs: Sequence[ChunkRef], k: int, clock: Clock) -> Selection:
-        """The k best of these chunks."""
-        if not self.needs_scores(len(refs), k):
-            return Selection(tuple(refs), (0.0,) * len(refs), None, len(refs), frozenset())
+        refs = [candidate.ref for candidate in found]
+        if not needs_scores(len(refs), k, score_window):
+            return Selection.unscored(refs)
         with clock.phase("score"):
             acquired = self.pool.acquire([ref.chunk_id for ref in refs])
-        kvs = [acquired.kv[ref.chunk_id] for ref in refs]
-        selection = self.rank_kv(text, refs, kvs, k, clock)
+        selection = self.rank(text, refs, [acquired.kv[ref.chunk_id] for ref in refs], k, clock)
         return selection._replace(recomputed=acquired.recomputed)
 
-    def rank_kv(self, text: str, refs: Sequence[ChunkRef], kvs: Sequence[ChunkKV], k: int, clock: Clock) -> Selection:
-        """As `rank`, over KV at hand; the first chunks are taken for the first stage's best."""
+    def rank(self, text: str, refs: Sequence[ChunkRef], kvs: Sequence[ChunkKV], k: int, clock: Clock) -> Selection:
+        """The k best of these chunks; the first ones are taken for the first stage's best."""
         question = self.question(text)
         weight = self._draft_weight
         with clock.phase("score"):
-            scorer = CandidateScorer(
-                self.model,
-                question,
-                kvs,
-                draft_len=self.scoring.draft_len if weight else 0,
-                backend=self.backend,
-            )
-            s_i = scorer.s_i(self.scoring.groups).tolist()
+            scorers = [
+                CandidateScorer(
+                    self.model,
+                    question,
+                    kvs[start : start + SCORED_AT_ONCE],
+                    draft_len=self.scoring.draft_len if weight else 0,
+                )
+                for start in range(0, len(kvs), SCORED_AT_ONCE)
+            ]
+            s_i = [value for scorer in scorers for value in scorer.s_i(self.scoring.groups).tolist()]
         total = s_i
-        leader, second = sorted(s_i, reverse=True)[:2]
-        if weight and leader - second < self.scoring.clear_lead:
+        ordered = sorted(s_i, reverse=True)
+        if weight and len(s_i) > 1 and ordered[0] - ordered[1] < self.scoring.clear_lead:
             with clock.phase("draft"):
                 draft = self.draft(question, kvs[:DRAFT_CHUNKS])
             if draft:
                 with clock.phase("score"):
-                    total = [a + weight * b for a, b in zip(s_i, scorer.s_p(draft).tolist(), strict=True)]
+                    s_p = [value for scorer in scorers for value in scorer.s_p(draft).tolist()]
+                total = [a + weight * b for a, b in zip(s_i, s_p, strict=True)]
         order = sorted(range(len(refs)), key=lambda i: (-total[i], refs[i]))[:k]
         return Selection(
             tuple(refs[i] for i in order),
             tuple(total[i] for i in order),
-            max(s_i) - median(s_i) if len(s_i) >= MIN_FOR_MARGIN else None,
+            ordered[0] - median(s_i) if len(s_i) >= MIN_FOR_MARGIN else None,
             len(refs),
             frozenset(),
         )
-
-    def needs_scores(self, n_candidates: int, k: int) -> bool:
-        """Whether there is anything to choose: more candidates than places, or a score window to apply."""
-        return n_candidates > (k if self.model.spec.family.score_window is None else 1)
 
     @property
     def _draft_weight(self) -> float:
@@ -120,18 +135,20 @@ class Retriever:
 
     def draft(self, question: Prompt, kvs: Sequence[ChunkKV]) -> list[int]:
         """A one-step draft over some chunks; empty if the model has nothing to say or says that it found nothing."""
-        decoder = StaticKVDecoder(self.model, CommitRule(threshold=0.0), backend=self.backend)
+        decoder = StaticKVDecoder(self.model, CommitRule(threshold=0.0))
         placement = plan_offsets([kv.k.shape[1] for kv in kvs], "sequential", chunk_len=0)
-        request = DecodeRequest(
-            question.ids, placement, self.scoring.draft_len, chunk_ids=[()] * len(kvs), chunk_kv=kvs
-        )
+        request = DecodeRequest(question.ids, placement, self.scoring.draft_len, chunk_kv=kvs)
         step = next(iter(decoder.steps([request])))
         draft = []
         for token in step.tokens[: self.scoring.draft_len]:
             if token in self.model.spec.eos_ids:
                 break
             draft.append(token)
-        no_answer = self.model.spec.family.no_answer
-        if no_answer and self.model.tokenizer.decode(draft).strip() == no_answer[: len(no_answer)].strip():
-            return []
-        return draft
+        nothing = says_nothing(self.model.tokenizer.decode(draft), self.model.spec.family.no_answer)
+        return [] if nothing else draft
+
+
+def needs_scores(n_candidates: int, k: int, score_window: float | None) -> bool:
+    """Whether there is anything to choose: more candidates than places, or a score window that may leave some out."""
+    windowed = score_window is not None and score_window != float("inf")
+    return n_candidates > (1 if windowed else k)

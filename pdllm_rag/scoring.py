@@ -24,6 +24,7 @@ from pdllm_rag.attends import SplitSAttend
 from pdllm_rag.context import Placed, gather
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.models.tokenizer import Prompt
+from pdllm_rag.numerics import log_partition
 from pdllm_rag.placement import plan_offsets
 
 
@@ -57,6 +58,7 @@ class CandidateScorer:
 
     Raises:
         ValueError: no candidates, or a question without words.
+        NumericsError: (`s_i`, `s_p`) the model's logits are not finite.
     """
 
     @torch.inference_mode()
@@ -67,25 +69,19 @@ class CandidateScorer:
         candidates: Sequence[ChunkKV],
         *,
         draft_len: int = 0,
-        backend: str = "auto",
     ) -> None:
         if not candidates or not question.content:
             raise ValueError(
                 f"scoring got {len(candidates)} candidates and {len(question.content)} question tokens; "
                 "expected at least one of each"
             )
-        backbone = model.backbone
         self._model = model
         self._question = question
         self._n = len(candidates)
-        self._backend = backend
         self._context = gather(
             [Placed((kv,), plan_offsets([kv.k.shape[1]], "sequential", chunk_len=0)) for kv in candidates],
             [len(question.ids) + draft_len] * self._n,
-            rope=backbone.rope,
-            shape=(backbone.n_layers, backbone.n_kv_heads, backbone.head_dim),
-            dtype=backbone.dtype,
-            device=backbone.device,
+            model.backbone,
         )
 
     @torch.inference_mode()
@@ -108,7 +104,7 @@ class CandidateScorer:
 
     def _attend(self, n_rows: int) -> SplitSAttend:
         narrowed = self._context.narrowed(range(self._n), [n_rows] * self._n)
-        return SplitSAttend(self._model.backbone.rope, narrowed, backend=self._backend)
+        return SplitSAttend(self._model.backbone.rope, narrowed)
 
     def _log_p(self, ids: Sequence[int], rows: torch.Tensor, attend: SplitSAttend) -> torch.Tensor:
         """float32 [N, rows]: ln p of the true tokens at `rows`, all of them masked at once, per candidate."""
@@ -121,5 +117,5 @@ class CandidateScorer:
         hidden = hidden.view(self._n, len(truth), -1)[:, predicting.to(hidden.device)]
         logits = backbone.logits(hidden.reshape(self._n * len(rows), -1))
         targets = truth[rows].repeat(self._n)[:, None].to(logits.device)
-        log_p = logits.gather(1, targets)[:, 0] - torch.logsumexp(logits, dim=-1)
+        log_p = logits.gather(1, targets)[:, 0] - log_partition(logits)
         return log_p.view(self._n, len(rows)).cpu()

@@ -12,12 +12,18 @@ import math
 from pdllm_rag.models.families import Support
 
 
+def says_nothing(text: str, no_answer: str | None) -> bool:
+    """Whether a text is empty, or the family's no-answer text, or the beginning of it (a cut one)."""
+    said = text.strip()
+    return not said or (no_answer is not None and no_answer.startswith(said))
+
+
 def support_probability(calibration: Support | None, probe: float | None, margin: float | None) -> float | None:
     """Probability in [0, 1] that the answer is supported, or None if it cannot be told.
 
     Args:
         probe: mean ln p of the no-answer text in the first step.
-        margin: best s_I minus median s_I, None when nothing was scored (its term is then left out).
+        margin: best s_I minus median s_I; None where too little was scored, `typical_margin` then stands in.
     """
     if calibration is None or probe is None:
         return None

@@ -31,6 +31,7 @@ class Transcript:
         self._sent = ""
         self.nfe = 0
         self.finish_reason: str | None = None
+        self.stopped_by_string = False
 
     def add(self, step: DecodeStep) -> str:
         """Take in one event; returns the text that has become final with it."""
@@ -41,6 +42,7 @@ class Transcript:
         text, stopped = self._settled(final=step.finished is not None)
         if stopped:
             self.finish_reason = "stop"
+            self.stopped_by_string = True
         delta = text[len(self._sent) :]
         self._sent = text
         return delta

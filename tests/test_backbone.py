@@ -9,6 +9,7 @@ import torch
 from tiny import save_tiny_model
 
 from pdllm_rag.attends import DenseAttend
+from pdllm_rag.errors import ModelFormatError
 from pdllm_rag.models import load_model
 
 
@@ -50,7 +51,7 @@ def test_fixed_rope_scalings_equal_the_librarys(tmp_path: Path, scaling: dict[st
 def test_a_rope_that_changes_with_length_is_refused(tmp_path: Path) -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     folder = save_tiny_model(tmp_path, rope_parameters=scaling)
-    with pytest.raises(ValueError, match="dynamic"):
+    with pytest.raises(ModelFormatError, match="dynamic"):
         load_model(str(folder))
 
 

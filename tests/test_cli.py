@@ -19,7 +19,6 @@ from rich.console import Console
 from tiny import SPECIALS, save_tiny_model
 
 from pdllm_rag.answer import Answer, AnswerStats, ChunkCounts, Citation
-from pdllm_rag.asking import CanvasUpdate, Final, TextDelta
 from pdllm_rag.cli import ask, main, prefill, store
 from pdllm_rag.cli import options as cli_options
 from pdllm_rag.cli.console import StreamedText, byte_size
@@ -28,6 +27,7 @@ from pdllm_rag.config import DECODERS, AskOptions
 from pdllm_rag.decoding import DecodeStep
 from pdllm_rag.engine import RagEngine
 from pdllm_rag.errors import NumericsError
+from pdllm_rag.events import CanvasUpdate, Final, TextDelta
 from pdllm_rag.placement import MODES
 from pdllm_rag.policies import POLICIES
 
@@ -176,12 +176,12 @@ def test_choices_and_defaults_are_those_of_the_engine() -> None:
 
 
 def test_every_option_of_a_question_reaches_the_engine() -> None:
-    words = "--k 2 --candidates 5 --policy joint --placement gap --decoder vanilla --max-new-tokens 7"
+    words = "--k 2 --candidates 5 --policy joint --placement gap --max-new-tokens 7"
     words += " --threshold 0.5 --steps 3 --score-window 1.5 --temperature 0.7 --seed 9 --no-abstain"
     words += " --stop a --stop b --filter x=1 --filter y=2=3"
     options = ask.options_of(build_parser().parse_args(["ask", "q", "--store", "s", *words.split()]))
     same = [f.name for f in fields(options) if getattr(options, f.name) == getattr(AskOptions(), f.name)]
-    assert same == ["cancel"]
+    assert same == ["decoder", "cancel"]  # vanilla has no policy to go with
     assert options.stop == ("a", "b")
     assert options.filter == {"x": "1", "y": "2=3"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,6 @@ from pdllm_rag.decoding import (
     VanillaDecoder,
 )
 from pdllm_rag.decoding.denoise import denoise
-from pdllm_rag.decoding.static_kv import answer_logits
 from pdllm_rag.encoder import ChunkEncoder
 from pdllm_rag.errors import NumericsError
 from pdllm_rag.models import LoadedModel
@@ -94,7 +94,11 @@ class OracleDecoder:
             masks = [block_mask(lens, len(canvas.ids))]
             attend = DenseAttend(self.model.backbone.rope, [len(positions)], positions, masks)
             hidden = self.model.backbone.hidden(torch.cat((context, canvas.ids)), attend)
-            return answer_logits(self.model, hidden, canvases, [len(context)])
+            logits = self.model.backbone.logits(hidden)
+            if self.model.spec.logit_shift:  # row i-1 predicts token i
+                logits = torch.cat((logits[:1], logits[:-1]))
+            answer_rows = logits[len(context) + canvas.prompt_len :]
+            return [answer_rows[canvas.masked]]
 
         return denoise([request], forward, self.model.spec, self.rule)
 
@@ -109,11 +113,13 @@ def tokens_of(steps: Sequence[DecodeStep], sequence: int = 0) -> dict[int, int]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", ["reference", "flash"])
+@pytest.mark.parametrize("shift", [True, False], ids=["shifted", "unshifted"])
 @pytest.mark.parametrize("lens", [(12, 30, 7), (1,), (20,), ()], ids=str)
 def test_static_kv_equals_a_full_forward_under_the_block_mask(
-    tiny_model: LoadedModel, mode: str, backend: str, lens: tuple[int, ...]
+    tiny_model: LoadedModel, mode: str, backend: str, shift: bool, lens: tuple[int, ...]
 ) -> None:
     """The one test that proves the system: token for token, step for step, confidence for confidence."""
+    tiny_model = replace(tiny_model, spec=replace(tiny_model.spec, logit_shift=shift))
     request = request_for(tiny_model, lens, mode=mode, max_new_tokens=40)
     rule = CommitRule(threshold=0.3)
     ours = list(StaticKVDecoder(tiny_model, rule, backend=backend).steps([request]))
@@ -133,10 +139,7 @@ def test_static_kv_hidden_states_equal_the_oracles_to_rounding(tiny_model: Loade
     context = gather(
         [Placed(tuple(kv for _, kv in chunks), placement)],
         [25],
-        rope=backbone.rope,
-        shape=(backbone.n_layers, backbone.n_kv_heads, backbone.head_dim),
-        dtype=torch.float32,
-        device=backbone.device,
+        backbone,
     )
     ours = backbone.hidden(canvas, SplitSAttend(backbone.rope, context))
     places = [torch.arange(o, o + n) for o, n in zip(placement.offsets, lens, strict=True)]

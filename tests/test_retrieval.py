@@ -53,6 +53,37 @@ def test_scores_over_stored_kv_equal_a_dense_forward_per_candidate(tiny_model: L
         assert score == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("draft", [[70], [70, 71, 72]])
+def test_the_draft_likelihood_equals_a_dense_forward_per_candidate(tiny_model: LoadedModel, draft: list[int]) -> None:
+    engine = RagEngine.open(MemoryStore(kv_dtype="float32"), tiny_model, chunk_len=48)
+    engine.prefill([InputDocument("d", "Some words of very different length, cut in pieces. " * 4, "d")])
+    ids, kv = candidates_of(engine)
+    question = tiny_model.tokenizer.render(tiny_model.spec.family.template, [{"role": "user", "content": "Which?"}])
+    ours = CandidateScorer(tiny_model, question, kv, draft_len=3).s_p(draft)
+    whole = [*question.ids, *draft]
+    rows = range(len(question.ids), len(whole))
+    for score, chunk in zip(ours.tolist(), ids, strict=True):
+        assert score == pytest.approx(brute_force_s_i(tiny_model, chunk, whole, rows, 1), abs=1e-4)
+
+
+def test_the_score_is_s_i_plus_lambda_s_p_and_the_margin_is_best_minus_median(tiny_model: LoadedModel) -> None:
+    scoring = ScoringOptions(draft_weight=0.5, clear_lead=1e9)
+    engine = RagEngine.open(MemoryStore(kv_dtype="float32"), tiny_model, scoring=scoring, chunk_len=64)
+    engine.prefill([InputDocument(f"d{i}", f"Words {i} of a text about {i * 7}.", f"d{i}") for i in range(7)])
+    refs = engine.store.refs(engine.fingerprint)
+    kv = [engine.store.load(ref.chunk_id) for ref in refs]
+    retriever = engine._retriever
+    selection = retriever.rank("About what?", refs, kv, 7, Clock())
+    question = retriever.question("About what?")
+    scorer = CandidateScorer(tiny_model, question, kv, draft_len=8)
+    s_i, s_p = scorer.s_i(2), scorer.s_p(retriever.draft(question, kv[:2]))
+    expected = dict(zip(refs, (s_i + 0.5 * s_p).tolist(), strict=True))
+    assert dict(zip(selection.refs, selection.scores, strict=True)) == pytest.approx(expected, abs=1e-5)
+    assert list(selection.scores) == pytest.approx(sorted(expected.values(), reverse=True), abs=1e-5)
+    assert selection.margin == pytest.approx(float(s_i.max() - s_i.median()), abs=1e-5)
+    assert retriever.rank("About what?", refs[:3], kv[:3], 3, Clock()).margin is None
+
+
 def test_a_candidates_score_does_not_depend_on_the_others(tiny_model: LoadedModel) -> None:
     engine = RagEngine.open(MemoryStore(kv_dtype="float32"), tiny_model, chunk_len=48)
     engine.prefill([InputDocument("d", "Some words of very different length, cut in pieces. " * 4, "d")])
@@ -126,7 +157,7 @@ def test_a_clear_lead_leaves_the_draft_out_and_a_close_one_does_not(tiny_model: 
         engine = RagEngine.open(MemoryStore(kv_dtype="float32"), tiny_model, scoring=scoring, chunk_len=64)
         engine.prefill(documents)
         clock = Clock()
-        engine._retriever.select("What is it about?", 2, 6, clock)
+        engine._retriever.select("What is it about?", 2, 6, clock, score_window=None)
         assert (clock.ms()["draft"] > 0) == drafted
 
 
@@ -207,6 +238,7 @@ def test_query_syntax_is_only_text(tiny_model: LoadedModel) -> None:
     _, index = index_over(tiny_model, {"a": "apples NOT pears", "b": "pears"})
     for question in ('pears" OR "', "NOT apples", "a* NEAR(b c)", "body:pears", "(", "'; DROP TABLE chunks"):
         assert len(index.search(question, 2)) == 2
+    assert [c.ref.doc_id for c in index.search("NOT pears", 2) if c.score > 0] == ["a", "b"]
 
 
 def test_folding_keeps_words_apart() -> None:

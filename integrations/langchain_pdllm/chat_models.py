@@ -18,7 +18,7 @@ from langchain_pdllm._component import ASK_OPTIONS, AskComponent
 from langchain_pdllm.messages import answer_message, delta_message, final_message, read_messages
 
 if TYPE_CHECKING:
-    from pdllm_rag.asking import StreamEvent
+    from pdllm_rag.events import StreamEvent
 
 
 class ChatPDLLM(AskComponent, BaseChatModel):
@@ -141,7 +141,7 @@ class ChatPDLLM(AskComponent, BaseChatModel):
 
 
 def _chunk(event: StreamEvent) -> AIMessageChunk | None:
-    from pdllm_rag.asking import Final, TextDelta
+    from pdllm_rag.events import Final, TextDelta
 
     if isinstance(event, TextDelta):
         return delta_message(event.text)

@@ -89,8 +89,8 @@ def options_of(args: argparse.Namespace) -> AskOptions:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, and show the answer as it becomes final, or as JSON."""
-    from pdllm_rag.asking import CanvasUpdate, Final, TextDelta
     from pdllm_rag.engine import RagEngine
+    from pdllm_rag.events import CanvasUpdate, Final, TextDelta
 
     question = sys.stdin.read() if args.question == "-" else args.question
     options = options_of(args)

@@ -77,12 +77,20 @@ def denoise(
             steps_in_block[index] = 0 if len(canvas.masked) > n_rows else steps_in_block[index] + 1
             if finished is None:
                 still_active.append(index)
-            confidence = dict(zip(open_rows[chosen].tolist(), proposal.confidence[chosen].tolist(), strict=True))
+            confidence = {
+                (row, token): value
+                for row, token, value in zip(
+                    open_rows[chosen].tolist(),
+                    proposal.tokens[chosen].tolist(),
+                    proposal.confidence[chosen].tolist(),
+                    strict=True,
+                )
+            }
             yield DecodeStep(
                 index,
                 tuple(rows.tolist()),
                 tuple(tokens.tolist()),
-                tuple(confidence.get(row, 1.0) for row in rows.tolist()),
+                tuple(confidence.get(pair, 1.0) for pair in zip(rows.tolist(), tokens.tolist(), strict=True)),
                 nfe[index],
                 finished,
                 probe,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdllm_rag.errors import NumericsError
+from pdllm_rag.numerics import log_partition
 
 
 class Proposal(NamedTuple):
@@ -33,18 +33,14 @@ def propose(logits: torch.Tensor, *, temperature: float = 0.0, generator: torch.
     """
     if temperature < 0:
         raise ValueError(f"temperature is {temperature}; expected 0 or more")
-    lse = torch.logsumexp(logits, dim=-1)
-    if not torch.isfinite(lse).all():
-        raise NumericsError(
-            "the model produced logits that are not finite; expected numbers. Open the engine with "
-            "dtype=torch.float32, or check the checkpoint"
-        )
+    lse = log_partition(logits)
     if temperature == 0:
         best, tokens = logits.max(dim=-1)
     else:
         if generator is None:
             raise ValueError(f"temperature is {temperature} but no generator was given; pass a seed")
-        probabilities = torch.softmax(logits / temperature, dim=-1)
+        lowered = logits - logits.max(dim=-1, keepdim=True).values  # so that a tiny temperature cannot overflow
+        probabilities = torch.softmax((lowered / temperature).nan_to_num(nan=0.0), dim=-1)
         tokens = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
         best = logits.gather(1, tokens[:, None])[:, 0]
     return Proposal(tokens, torch.exp(best - lse))

@@ -40,10 +40,7 @@ class StaticKVDecoder:
         context = gather(
             [Placed(tuple(r.chunk_kv), r.placement) for r in requests],
             rooms,
-            rope=backbone.rope,
-            shape=(backbone.n_layers, backbone.n_kv_heads, backbone.head_dim),
-            dtype=backbone.dtype,
-            device=backbone.device,
+            backbone,
         )
         attend: SplitSAttend | None = None
         layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None

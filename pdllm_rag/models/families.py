@@ -57,7 +57,6 @@ class Family:
         context_len: context tokens the family was trained on; more draw a warning.
         window: positions that a question's canvas may reach.
         block_len: masked tokens of one canvas block.
-        likelihood: default estimator of s_I and s_P, "masked_groups" or "causal_shift".
         draft_weight: lambda of s = s_I + lambda * s_P.
         score_window: chunks whose s lies more than this below the best one's are not read (nats per token), or None.
         no_answer: the trained text for "not in the documents", or None.
@@ -76,7 +75,6 @@ class Family:
     context_len: int
     window: int
     block_len: int
-    likelihood: str
     draft_weight: float
     score_window: float | None
     no_answer: str | None
@@ -99,7 +97,6 @@ FAMILIES: tuple[Family, ...] = (
         context_len=1024,
         window=2048,
         block_len=32,
-        likelihood="masked_groups",
         draft_weight=0.1,
         score_window=0.5,
         no_answer="Not found in the documents.",
@@ -120,7 +117,6 @@ FAMILIES: tuple[Family, ...] = (
         context_len=4096,
         window=8192,
         block_len=32,
-        likelihood="masked_groups",
         draft_weight=0.0,
         score_window=None,
         no_answer=None,
@@ -141,7 +137,6 @@ FAMILIES: tuple[Family, ...] = (
         context_len=4096,
         window=8192,
         block_len=32,
-        likelihood="masked_groups",
         draft_weight=0.0,
         score_window=None,
         no_answer=None,

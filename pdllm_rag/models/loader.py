@@ -133,7 +133,10 @@ def load_model(name: str, *, device: str = "cpu", dtype: torch.dtype | None = No
             "Fetch the checkpoint again"
         ) from error
     model.requires_grad_(False).eval()
-    rope = Rope.from_config(model.config, target)
+    try:
+        rope = Rope.from_config(model.config, target)
+    except (ValueError, KeyError) as error:
+        raise ModelFormatError(f"model {name!r}: {error}") from error
     backbone = Backbone(model, rope, mask_id=spec.mask_id, forbidden_from=spec.n_tokens)
     digest = weights_digest(files, config)
     logger.info("loaded %s (%s) in %.2f s", name, dtype, time.perf_counter() - started)

@@ -57,10 +57,11 @@ class ModelSpec:
         if absent:
             raise ModelFormatError(f"model {name!r}: config.json lacks whole numbers for {', '.join(absent)}")
         vocab_size = int(config["vocab_size"])
+        n_tokens = min(vocab_size, tokenizer.size)
         for kind, token_id in (("mask", mask_id), ("bos", bos_id), *(("eos", e) for e in eos_ids)):
-            if not 0 <= token_id < vocab_size:
+            if not 0 <= token_id < n_tokens:
                 raise ModelFormatError(
-                    f"model {name!r}: {kind} id is {token_id}, expected 0..{vocab_size - 1} (vocab_size); "
+                    f"model {name!r}: {kind} id is {token_id}, expected 0..{n_tokens - 1} (vocabulary); "
                     "config.json and the weights do not belong together"
                 )
         if mask_id == bos_id or mask_id in eos_ids:
@@ -77,7 +78,7 @@ class ModelSpec:
             n_kv_heads=int(config.get("num_key_value_heads") or n_heads),
             head_dim=int(config.get("head_dim") or config["hidden_size"] // n_heads),
             vocab_size=vocab_size,
-            n_tokens=min(vocab_size, tokenizer.size),
+            n_tokens=n_tokens,
             logit_shift=bool(config.get("logit_shift", family.logit_shift)),
         )
 

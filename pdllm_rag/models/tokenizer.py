@@ -74,10 +74,9 @@ class Tokenizer:
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids and the code points [start, end) that each stands for."""
-        if self._unknown is not None:
-            text, n_unknown = self._unknown.subn("\ufffd", text)
-            if n_unknown:
-                logger.warning("%d characters are not in the model's vocabulary and are read as U+FFFD", n_unknown)
+        text, n_unknown = self._unknown.subn("\ufffd", text)
+        if n_unknown:
+            logger.warning("%d characters are not in the model's vocabulary and are read as U+FFFD", n_unknown)
         encoding = self._backend.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
@@ -100,10 +99,14 @@ class Tokenizer:
             ids += self._piece(piece, {})
         return Prompt(tuple(ids), content)
 
-    def _unknown_characters(self, content: Mapping[str, Any]) -> re.Pattern[str] | None:
-        """Matches characters whose UTF-8 holds a byte that a byte-level vocabulary lacks; None if it lacks none."""
-        if (content.get("decoder") or {}).get("type") != "ByteLevel":
-            return None
+    def _unknown_characters(self, content: Mapping[str, Any]) -> re.Pattern[str]:
+        """Matches lone surrogates and characters whose UTF-8 holds a byte that a byte-level vocabulary lacks."""
+        ranges = [(0xD800, 0xDFFF)]
+        if (content.get("decoder") or {}).get("type") == "ByteLevel":
+            ranges += self._lacking_ranges()
+        return re.compile("[" + "".join(f"{re.escape(chr(a))}-{re.escape(chr(b))}" for a, b in ranges) + "]")
+
+    def _lacking_ranges(self) -> list[tuple[int, int]]:
         lacking = [byte for byte, sign in enumerate(_byte_signs()) if self.token_id(sign) is None]
         if any(0x80 <= byte < 0xC0 for byte in lacking):
             raise ModelFormatError(
@@ -116,9 +119,7 @@ class Tokenizer:
                 if lead <= byte <= last:
                     start = first + (byte - lead) * per_lead
                     ranges.append((start, min(start + per_lead - 1, 0x10FFFF)))
-        if not ranges:
-            return None
-        return re.compile("[" + "".join(f"{re.escape(chr(a))}-{re.escape(chr(b))}" for a, b in ranges) + "]")
+        return ranges
 
     def _piece(self, piece: str, message: Mapping[str, str]) -> list[int]:
         if piece == "{content}":
@@ -142,7 +143,10 @@ def _special_names(folder: Path) -> dict[str, str]:
     for filename in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / filename
         if path.is_file():
-            content: dict[str, Any] = json.loads(path.read_text())
+            try:
+                content: dict[str, Any] = json.loads(path.read_text())
+            except ValueError as error:
+                raise ModelFormatError(f"{path} is no JSON: {error}") from error
             for kind in ("mask_token", "bos_token", "eos_token"):
                 token = content.get(kind)
                 if isinstance(token, dict):

@@ -202,7 +202,9 @@ class Environment:
                 f"{info['map_size']}, {needed} more needed; nothing of it was kept. Delete documents, or open the "
                 "store with a larger map_size"
             )
-        if isinstance(error, lmdb.DiskError) or any(os.strerror(code) in str(error) for code in _NO_ROOM):
+        no_room = any(os.strerror(code) in str(error) for code in _NO_ROOM)
+        short = shutil.disk_usage(self.path).free < max(needed, _ALMOST_FULL)  # LMDB reports a short write as EIO
+        if isinstance(error, lmdb.DiskError) or no_room or (os.strerror(errno.EIO) in str(error) and short):
             return StoreFullError(
                 f"the disk under {self.path} is full: {self.file_bytes()} bytes used by the store, "
                 f"{shutil.disk_usage(self.path).free} free, {needed} more needed ({error}); nothing of it was kept"
@@ -210,6 +212,7 @@ class Environment:
         return StoreError(f"LMDB cannot go on with {self.path}: {error}; run `verify`, or restore a copy")
 
 
+_ALMOST_FULL = 1 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -26,7 +26,7 @@ from pydantic import PrivateAttr
 
 if TYPE_CHECKING:
     from pdllm_rag.answer import Answer
-    from pdllm_rag.asking import StreamEvent
+    from pdllm_rag.events import StreamEvent
     from pdllm_rag.models.spec import ModelSpec
 
 _ROLES = {MessageRole.SYSTEM: "system", MessageRole.USER: "user", MessageRole.ASSISTANT: "assistant"}
@@ -158,7 +158,7 @@ class PDLLM(AskComponent, CustomLLM):
 
 
 def _part(event: StreamEvent, so_far: str) -> _Part | None:
-    from pdllm_rag.asking import Final, TextDelta
+    from pdllm_rag.events import Final, TextDelta
 
     if isinstance(event, TextDelta):
         return _Part(so_far + event.text, event.text, None)
