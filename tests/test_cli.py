@@ -622,3 +622,42 @@ def test_models_info_describes_a_checkpoint_and_counts_its_documents(
     assert "0.4 KiB in bfloat16" in shown
     assert "2 documents of this model" in shown
     assert "'nope'" in one_line(pdllm("models", "info", "nope"))
+
+
+# -- store verify and compact ---------------------------------------------------------------------------------------
+
+
+def test_verify_finds_a_flipped_byte_and_repair_lets_it_be_computed_again(
+    tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(" ".join(f"Sentence {i} of a text with words." for i in range(30)))
+    place = ["--store", str(tmp_path / "kb")]
+    model = ["--model", str(tiny_model_path)]
+    assert main(["prefill", str(tmp_path / "a.txt"), *place, *model, "--kv-dtype", "float32", "--json"]) == 0
+    assert main(["store", "verify", *place]) == 0
+    with LMDBStore.open(tmp_path / "kb", create=False) as opened:
+        (fingerprint,) = opened.fingerprints()
+        kv = opened.load(opened.refs(fingerprint)[0].chunk_id)
+    data = tmp_path / "kb" / "data.mdb"
+    content = bytearray(data.read_bytes())
+    content[content.find(kv.v[-1, -2].numpy().tobytes()) + 5] ^= 0x10
+    data.write_bytes(content)
+    capsys.readouterr()
+    assert main(["store", "verify", *place, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], len(found["damaged"]), found["repaired"]) == (False, 1, 0)
+    assert main(["store", "verify", *place, "--repair"]) == 1
+    assert main(["prefill", str(tmp_path / "a.txt"), *place, *model, "--json"]) == 0
+    assert main(["store", "verify", *place]) == 0
+
+
+def test_compact_drops_what_nobody_refers_to(
+    tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("Some words.")
+    place = ["--store", str(tmp_path / "kb")]
+    assert main(["prefill", str(tmp_path / "a.txt"), *place, "--model", str(tiny_model_path), "--json"]) == 0
+    assert main(["store", "delete", "a.txt", *place]) == 0
+    capsys.readouterr()
+    assert main(["store", "compact", *place, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["orphans"] == 0

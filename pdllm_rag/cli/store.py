@@ -1,4 +1,4 @@
-"""`pdllm store`: what is in a store, and taking documents out of it. No model is loaded."""
+"""`pdllm store`: what is in a store, whether it is sound, and taking things out of it. No model is loaded."""
 
 from __future__ import annotations
 
@@ -29,17 +29,37 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command and its subcommands."""
     parser = commands.add_parser(
         "store",
-        help="look into a store, delete documents",
-        description="Look into a store and take documents out of it. No model is loaded.",
+        help="look into a store, check it, delete documents",
+        description="Look into a store, check it and take documents out of it. No model is loaded.",
     )
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     stats = actions.add_parser("stats", help="count documents, chunks, tokens and bytes")
     listing = actions.add_parser("list", help="list the documents of every model")
+    check = actions.add_parser(
+        "verify",
+        help="check every record, row and reference; exit status 1 if anything is wrong",
+        description="Check every record, row and reference. With --repair, damaged chunks are dropped, so that they "
+        "are computed again by the next question or prefill that needs them.",
+    )
     deletion = actions.add_parser("delete", help="delete documents with their chunks and KV")
-    for action, call in ((stats, _stats), (listing, _list), (deletion, _delete)):
+    compaction = actions.add_parser(
+        "compact",
+        help="drop chunks that no document refers to and give free pages back to the disk",
+        description="Drop what an interrupted prefill left behind and rewrite the file without free pages. Nobody else "
+        "may have the store open.",
+    )
+    actions_and_calls = (
+        (stats, _stats),
+        (listing, _list),
+        (check, _verify),
+        (deletion, _delete),
+        (compaction, _compact),
+    )
+    for action, call in actions_and_calls:
         action.add_argument("--store", required=True, metavar="DIR", help="folder of the store")
         action.add_argument("--json", action="store_true", help="print one JSON object")
         action.set_defaults(run=run, act=call)
+    check.add_argument("--repair", action="store_true", help="drop damaged chunks")
     deletion.add_argument("doc_ids", nargs="*", metavar="DOC_ID", help="document, under every model")
     deletion.add_argument("--all", action="store_true", help="delete every document")
     deletion.add_argument("--yes", action="store_true", help="do not ask before --all")
@@ -158,3 +178,45 @@ def _as_dict(fingerprint: ModelFingerprint, info: DocumentInfo) -> dict[str, Any
         "pinned": info.pinned,
         "model": fingerprint.digest.hex()[:DIGEST_CHARS],
     }
+
+
+def _verify(store: LMDBStore, args: argparse.Namespace) -> int:
+    report = store.verify()
+    if args.repair:
+        store.discard(report.damaged)
+    sound = report.ok
+    if args.json:
+        write_json(
+            {
+                "ok": sound,
+                "chunks": report.checked_chunks,
+                "documents": report.checked_documents,
+                "damaged": [chunk_id.hex() for chunk_id in report.damaged],
+                "missing": [chunk_id.hex() for chunk_id in report.missing],
+                "problems": report.problems,
+                "repaired": len(report.damaged) if args.repair else 0,
+            }
+        )
+        return 0 if sound else 1
+    console = results()
+    checked = f"{counted(report.checked_chunks, 'chunk')} and {counted(report.checked_documents, 'document')} checked"
+    if sound:
+        console.print(f"{checked}: all sound")
+        return 0
+    console.print(f"{checked}: {len(report.damaged)} chunks damaged, {len(report.missing)} without KV")
+    for problem in report.problems:
+        console.print(visible(problem), markup=False)
+    if report.damaged:
+        then = "were dropped; the next question or prefill that needs them computes them again"
+        console.print(f"The damaged chunks {then if args.repair else 'stay; --repair drops them'}.")
+    return 1
+
+
+def _compact(store: LMDBStore, args: argparse.Namespace) -> int:
+    n_orphans = store.stats().orphans
+    given_back = store.compact()
+    if args.json:
+        write_json({"orphans": n_orphans, "bytes": given_back})
+    else:
+        results().print(f"{counted(n_orphans, 'orphan chunk')} dropped, {byte_size(given_back)} given back")
+    return 0
