@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -82,68 +82,54 @@ class Family:
     licence: str
 
 
-FAMILIES: tuple[Family, ...] = (
-    Family(
-        name="llama-mdlm",
-        title="Llama-shaped masked diffusion (the bundled demo model)",
-        model_type="llama",
-        module="LlamaForCausalLM",
-        required_keys=("mask_token_id", "logit_shift"),
-        logit_shift=True,
-        prefill_mask="bidirectional",
-        template=CHATML,
-        chunk_len=160,
-        max_chunk_len=256,
-        context_len=1024,
-        window=2048,
-        block_len=32,
-        draft_weight=0.1,
-        score_window=0.5,
-        no_answer="Not found in the documents.",
-        support=Support(bias=-5.15, no_answer=-0.85, margin=1.92, typical_margin=0.825),
-        licence="Apache-2.0",
-    ),
-    Family(
-        name="qwen2-mdlm",
-        title="Qwen2-shaped masked diffusion",
-        model_type="qwen2",
-        module="Qwen2ForCausalLM",
-        required_keys=("mask_token_id", "logit_shift"),
-        logit_shift=True,
-        prefill_mask="bidirectional",
-        template=CHATML,
-        chunk_len=512,
-        max_chunk_len=1024,
-        context_len=4096,
-        window=8192,
-        block_len=32,
-        draft_weight=0.0,
-        score_window=None,
-        no_answer=None,
-        support=None,
-        licence="see the checkpoint's card",
-    ),
-    Family(
-        name="qwen3-mdlm",
-        title="Qwen3-shaped masked diffusion",
-        model_type="qwen3",
-        module="Qwen3ForCausalLM",
-        required_keys=("mask_token_id", "logit_shift"),
-        logit_shift=False,
-        prefill_mask="bidirectional",
-        template=CHATML,
-        chunk_len=512,
-        max_chunk_len=1024,
-        context_len=4096,
-        window=8192,
-        block_len=32,
-        draft_weight=0.0,
-        score_window=None,
-        no_answer=None,
-        support=None,
-        licence="see the checkpoint's card",
-    ),
+LLAMA_MDLM = Family(
+    name="llama-mdlm",
+    title="Llama-shaped masked diffusion (the bundled demo model)",
+    model_type="llama",
+    module="LlamaForCausalLM",
+    required_keys=("mask_token_id", "logit_shift"),
+    logit_shift=True,
+    prefill_mask="bidirectional",
+    template=CHATML,
+    chunk_len=160,
+    max_chunk_len=256,
+    context_len=1024,
+    window=2048,
+    block_len=32,
+    draft_weight=0.1,
+    score_window=0.5,
+    no_answer="Not found in the documents.",
+    support=Support(bias=-5.15, no_answer=-0.85, margin=1.92, typical_margin=0.825),
+    licence="Apache-2.0",
 )
+
+# Shapes that load and compute; nothing about their quality was measured, so nothing is tuned.
+QWEN2_MDLM = replace(
+    LLAMA_MDLM,
+    name="qwen2-mdlm",
+    title="Qwen2-shaped masked diffusion",
+    model_type="qwen2",
+    module="Qwen2ForCausalLM",
+    chunk_len=512,
+    max_chunk_len=1024,
+    context_len=4096,
+    window=8192,
+    draft_weight=0.0,
+    score_window=None,
+    no_answer=None,
+    support=None,
+    licence="see the checkpoint's card",
+)
+QWEN3_MDLM = replace(
+    QWEN2_MDLM,
+    name="qwen3-mdlm",
+    title="Qwen3-shaped masked diffusion",
+    model_type="qwen3",
+    module="Qwen3ForCausalLM",
+    logit_shift=False,
+)
+
+FAMILIES: tuple[Family, ...] = (LLAMA_MDLM, QWEN2_MDLM, QWEN3_MDLM)
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
