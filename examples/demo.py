@@ -1,6 +1,6 @@
-"""The demo behind `make demo`: read a handbook once, then ask it questions, twice.
+"""The demo behind `make demo`: read a handbook once, ask it questions, and the first of them again.
 
-The second round shows what the store is for: every chunk is a hit and nothing is computed again.
+The repetition shows what the store is for: in a new process every chunk is a hit and nothing is computed again.
 """
 
 from __future__ import annotations

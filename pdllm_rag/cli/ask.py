@@ -131,7 +131,11 @@ def _show(answer: Answer, args: argparse.Namespace, console: Console) -> None:
         for number, citation in enumerate(answer.citations, start=1):
             _show_citation(number, citation, console, scored=scored)
     else:
-        nothing = f"No source: the documents in {args.store} do not hold an answer to this question."
+        nothing = (
+            f"No source: the documents in {args.store} do not hold an answer to this question."
+            if answer.stats.chunks.candidates
+            else f"No source: no document in {args.store} matches the filter, so nothing was read."
+        )
         print_indented(console, nothing, indent=0)
     console.print()
     if answer.stats.finish_reason == "length":
