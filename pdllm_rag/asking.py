@@ -68,12 +68,12 @@ class Asking:
         self,
         question: str | Messages,
         options: AskOptions,
-        find: Callable[[str, int, Clock], Found],
+        find: Callable[[str, Clock], Found],
     ) -> Iterator[StreamEvent]:
         """Answer a question.
 
         Args:
-            find: from the question's text and k to what was found.
+            find: from the question's text to what was found.
 
         Raises:
             RequestError: no question; ContextWindowError: it does not fit.
@@ -82,7 +82,7 @@ class Asking:
         """
         clock = Clock()
         text, prompt = self.prompt(question, options)
-        found = find(text, options.k, clock)
+        found = find(text, clock)
         ranked = self._fitting(found, prompt, options)
         decoder = options.make_decoder(self.model)
         reading = self._read(ranked, found, decoder, options, clock)

@@ -199,7 +199,7 @@ class RagEngine:
         """
         options = self.options.with_changes({**changes, **({} if k is None else {"k": k})})
         self._asking.prompt(question, options)
-        found = self._find(question, options, options.k, Clock())
+        found = self._find(question, options, Clock())
         return [
             Retrieved(source.ref, score, source.text)
             for source, score in zip(found.sources, found.selection.scores, strict=True)
@@ -246,13 +246,13 @@ class RagEngine:
         if chosen.filter and (chunk_ids is not None or context is not None):
             raise ValueError("filter was given beside chunk_ids or context; it applies to retrieval only")
 
-        def find(text: str, k: int, clock: Clock) -> Found:
+        def find(text: str, clock: Clock) -> Found:
             if context is not None:
                 texts = [context] if isinstance(context, str) else context
-                return self._pasted(texts, text, k, clock, self._asking.score_window(chosen))
+                return self._pasted(texts, text, chosen, clock)
             if chunk_ids is not None:
                 return self._given(chunk_ids)
-            return self._find(text, chosen, k, clock)
+            return self._find(text, chosen, clock)
 
         return self._asking.events(question, chosen, find)
 
@@ -277,18 +277,18 @@ class RagEngine:
 
     # -- finding -----------------------------------------------------------------------------------------------
 
-    def _find(self, text: str, options: AskOptions, k: int, clock: Clock) -> Found:
+    def _find(self, text: str, options: AskOptions, clock: Clock) -> Found:
         """Retrieve; if documents change meanwhile, again, so that text, offsets and KV belong together."""
         for attempt in range(MAX_ATTEMPTS):
             generation = self.store.generation
             try:
-                return self._find_once(text, options, k, clock)
+                return self._find_once(text, options, clock)
             except (DocumentNotFoundError, ChunkNotFoundError):
                 if self.store.generation == generation or attempt == MAX_ATTEMPTS - 1:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
-    def _find_once(self, text: str, options: AskOptions, k: int, clock: Clock) -> Found:
+    def _find_once(self, text: str, options: AskOptions, clock: Clock) -> Found:
         with clock.phase("first_stage"):
             before = self._index.generation
             if not self._index.size():
@@ -297,7 +297,9 @@ class RagEngine:
                 self._pool.retain(self._index.chunk_ids())
             doc_ids = matching(self.documents(), options.filter) if options.filter else None
         window = self._asking.score_window(options)
-        selection = self._retriever.select(text, k, options.candidates, clock, score_window=window, doc_ids=doc_ids)
+        selection = self._retriever.select(
+            text, options.k, options.candidates, clock, score_window=window, doc_ids=doc_ids
+        )
         sources = self._sources(selection.refs)
         with clock.phase("load"):
             acquired = self._pool.acquire([ref.chunk_id for ref in selection.refs])
@@ -318,7 +320,7 @@ class RagEngine:
         refs = tuple(by_id[c] for c in dict.fromkeys(wanted))
         return Found(self._sources(refs), Selection.unscored(refs), {}, exact=True)
 
-    def _pasted(self, texts: Sequence[str], question: str, k: int, clock: Clock, score_window: float | None) -> Found:
+    def _pasted(self, texts: Sequence[str], question: str, options: AskOptions, clock: Clock) -> Found:
         sources: list[Source] = []
         kv: dict[ChunkId, ChunkKV] = {}
         with clock.phase("load"):
@@ -332,8 +334,9 @@ class RagEngine:
                     quote = text[ref.char_start : ref.char_end]
                     sources.append(Source(ref, chunks[ref.chunk_id].tolist(), quote))
         refs = [source.ref for source in sources]
-        if needs_scores(len(refs), k, score_window):
-            selection = self._retriever.rank(question, refs, [kv[ref.chunk_id] for ref in refs], k, clock)
+        if needs_scores(len(refs), options.k, self._asking.score_window(options)):
+            kvs = [kv[ref.chunk_id] for ref in refs]
+            selection = self._retriever.rank(question, refs, kvs, options.k, clock)
         else:
             selection = Selection.unscored(refs)
         computed = frozenset(ref.chunk_id for ref in selection.refs)

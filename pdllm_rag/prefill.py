@@ -152,7 +152,7 @@ class Prefiller:
         started = time.perf_counter()
         held = {info.doc_id: info for info in self._store.documents(self._fingerprint)}
         self._store.register(self._fingerprint)
-        pending: list[_Pending] = []
+        pending: dict[str, _Pending] = {}  # by doc_id
         wanted: dict[ChunkId, NDArray[np.int32]] = {}
         n_tokens = 0
         for document in documents:
@@ -161,9 +161,9 @@ class Prefiller:
                 self._notify(on_progress, report, document.path)
                 continue
             report.text_bytes += len(document.text.encode("utf-8", "surrogatepass"))
-            if document.doc_id in {entry.document.doc_id for entry in pending}:  # the last one wins
+            if document.doc_id in pending:  # the last one wins
                 self._flush(pending, wanted, report, on_progress)
-                pending, wanted, n_tokens = [], {}, 0
+                pending, wanted, n_tokens = {}, {}, 0
                 held = {info.doc_id: info for info in self._store.documents(self._fingerprint)}
             info = held.get(document.doc_id)
             identity = text_id(document.text)
@@ -178,14 +178,14 @@ class Prefiller:
                 report.failed.append(Failure(document.doc_id, str(error)))
                 self._notify(on_progress, report, document.doc_id)
                 continue
-            pending.append(entry)
+            pending[document.doc_id] = entry
             for chunk_id in self._store.missing(list(entry.chunks)):
                 if chunk_id not in wanted:
                     wanted[chunk_id] = entry.chunks[chunk_id]
                     n_tokens += len(entry.chunks[chunk_id])
             if n_tokens >= FLUSH_TOKENS or len(pending) >= FLUSH_DOCUMENTS:
                 self._flush(pending, wanted, report, on_progress)
-                pending, wanted, n_tokens = [], {}, 0
+                pending, wanted, n_tokens = {}, {}, 0
         self._flush(pending, wanted, report, on_progress)
         report.seconds = time.perf_counter() - started
         return report
@@ -245,19 +245,19 @@ class Prefiller:
 
     def _flush(
         self,
-        pending: list[_Pending],
+        pending: Mapping[str, _Pending],
         wanted: dict[ChunkId, NDArray[np.int32]],
         report: PrefillReport,
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
-        name = pending[0].document.doc_id if pending else ""
+        name = next(iter(pending), "")
         for batch in self._encoder.batches(list(wanted.values())):
             report.bytes_written += self._store.put(self._fingerprint, batch)
             report.chunks_computed += len(batch)
             report.tokens += sum(len(meta.token_ids) for meta, _ in batch)
             self._notify(on_progress, report, name)
         computed = set(wanted)
-        for entry in pending:
+        for entry in pending.values():
             report.chunks_reused += len(set(entry.chunks) - computed)
             computed -= set(entry.chunks)
             try:
