@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,7 +12,7 @@ from pdllm_store import registry
 from pdllm_store.compaction import compact
 from pdllm_store.environment import Environment
 from pdllm_store.errors import StoreMismatchError
-from pdllm_store.location import refuse_network_file_system
+from pdllm_store.location import DERIVED_FOLDER, refuse_network_file_system
 from pdllm_store.table_store import TableStore
 from pdllm_store.tables import Tables
 from pdllm_store.types import KV_DTYPES, KVDtype
@@ -84,6 +85,13 @@ class LMDBStore(TableStore):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self._path, self._kv_dtype, self._options)
+
+    @property
+    def derived_dir(self) -> str | None:
+        folder = os.path.join(self._path, DERIVED_FOLDER)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, mode=0o700)
+        return folder
 
     def compact(self) -> int:
         """Drop what no document refers to and rewrite the file without its free pages; returns the bytes given back.

@@ -13,6 +13,7 @@ DATA_FILE = "data.mdb"
 LOCK_FILE = "lock.mdb"  # LMDB's own; never open it: closing any descriptor of it would drop LMDB's locks
 USE_LOCK_FILE = "store.lock"  # held shared by every open store, exclusively by `compact`
 COMPACT_FOLDER = "compact.tmp"
+DERIVED_FOLDER = "derived"  # indexes and other files that can be made again
 
 # Memory maps and byte-range locks are not coherent between the machines of these.
 _NETWORK_TYPES = {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "ncpfs", "ocfs2"}

@@ -35,6 +35,14 @@ class ChunkStore(Protocol):
     def path(self) -> str: ...
 
     @property
+    def derived_dir(self) -> str | None:
+        """An existing folder for what can be made again from the store (an index), None if it keeps no files.
+
+        Whoever uses it must expect that its contents are old, damaged or gone, and that others use it as well.
+        """
+        ...
+
+    @property
     def generation(self) -> int:
         """A number that every change of documents raises, read from the store itself (other processes count)."""
         ...

@@ -91,6 +91,10 @@ class TableStore:
         return self._path
 
     @property
+    def derived_dir(self) -> str | None:
+        return None
+
+    @property
     def generation(self) -> int:
         with self._transactions.read() as tables:
             return read_counts(tables).generation
