@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any, NamedTuple
@@ -20,8 +18,6 @@ from pdllm_store import (
     DocumentNotFoundError,
     KVDtype,
     LMDBStore,
-    RecordDamagedError,
-    StoreFullError,
     StoreMismatchError,
 )
 
@@ -40,8 +36,6 @@ from pdllm_rag.prefill import InputDocument, Prefiller, PrefillReport, Progress
 from pdllm_rag.reading import Found, Source, matching
 from pdllm_rag.retrieval import Retriever, Selection, needs_scores
 from pdllm_rag.scoring import ScoringOptions
-
-logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5  # of retrieving from a store that changes meanwhile
 PASTED = "<context>"  # doc_id of chunks that came with the question
@@ -79,8 +73,8 @@ class RagEngine:
         self._release = release
         chunk_len = model.spec.family.chunk_len if chunk_len is None else chunk_len
         self._prefiller = Prefiller(model, store, self.fingerprint, chunk_len=chunk_len)
-        self._recomputing = threading.Lock()
-        self._pool = KVPool(store, self._recompute, budget_bytes=pool_bytes)
+        store.recompute_with(self.fingerprint, self._prefiller.recompute)
+        self._pool = KVPool(store, budget_bytes=pool_bytes)
         self._index = BM25Index(store, self.fingerprint)
         self._retriever = Retriever(model, self._index, self._pool, scoring or ScoringOptions())
         self._asking = Asking(model, self._pool, chunk_len)
@@ -371,23 +365,6 @@ class RagEngine:
         raise DocumentNotFoundError(
             f"store {self.store.path} holds no documents; add some with `pdllm prefill PATH --store {self.store.path}`"
         )
-
-    def _recompute(self, chunk_id: ChunkId) -> ChunkKV:
-        """Encode a chunk again from its kept token ids and write it back."""
-        with self._recomputing:
-            if not self.store.missing([chunk_id]):
-                try:
-                    return self.store.load(chunk_id)  # another question was faster
-                except RecordDamagedError:
-                    self.store.discard([chunk_id])
-            meta = self.store.meta(chunk_id)
-            (batch,) = self._prefiller.encoder.batches([meta.token_ids])
-            try:
-                self.store.put(self.fingerprint, batch)
-            except StoreFullError as error:
-                logger.warning("chunk %s was computed again but not written back: %s", chunk_id.hex(), error)
-            ((_, kv),) = batch
-            return kv
 
 
 def _chunk_id(given: ChunkId | str) -> ChunkId:

@@ -6,67 +6,50 @@ the tensors that it uses: eviction frees an entry for the pool, not under a runn
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
 
-from pdllm_store import ChunkId, ChunkKV, ChunkNotFoundError, ChunkStore, RecordDamagedError
-
-logger = logging.getLogger(__name__)
-
-
-class Acquired(NamedTuple):
-    """KV of the chunks asked for, and which of them had to be computed again."""
-
-    kv: dict[ChunkId, ChunkKV]
-    recomputed: frozenset[ChunkId]
+from pdllm_store import ChunkId, ChunkKV, ChunkStore, Fetched
 
 
 class KVPool:
     """A bounded cache in front of a store.
 
     Args:
-        recompute: encodes and stores a chunk anew whose record is gone or damaged.
         budget_bytes: most bytes kept; one acquisition may exceed it while it lasts.
     """
 
-    def __init__(
-        self, store: ChunkStore, recompute: Callable[[ChunkId], ChunkKV], *, budget_bytes: int = 1 << 30
-    ) -> None:
+    def __init__(self, store: ChunkStore, *, budget_bytes: int = 1 << 30) -> None:
         if budget_bytes < 0:
             raise ValueError(f"pool budget is {budget_bytes} bytes; expected 0 or more")
         self._store = store
-        self._recompute = recompute
         self._budget = budget_bytes
         self._entries: OrderedDict[ChunkId, ChunkKV] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def acquire(self, chunk_ids: Sequence[ChunkId]) -> Acquired:
-        """KV of every chunk, from memory, else from the store, else computed again.
+    def acquire(self, chunk_ids: Sequence[ChunkId]) -> Fetched:
+        """KV of every chunk, from memory, else from the store, which computes again what it lacks.
 
         Raises:
             ChunkNotFoundError: a chunk is known to nobody.
+            RecordDamagedError: a chunk is damaged beyond its KV.
         """
-        kv: dict[ChunkId, ChunkKV] = {}
-        recomputed = set()
-        for chunk_id in dict.fromkeys(chunk_ids):
-            with self._lock:
-                entry = self._entries.get(chunk_id)
-                if entry is not None:
+        wanted = list(dict.fromkeys(chunk_ids))
+        held: dict[ChunkId, ChunkKV] = {}
+        with self._lock:
+            for chunk_id in wanted:
+                if chunk_id in self._entries:
                     self._entries.move_to_end(chunk_id)
-            if entry is None:
-                try:
-                    entry = self._store.load(chunk_id)
-                except (RecordDamagedError, ChunkNotFoundError) as error:
-                    logger.warning("chunk %s is computed again: %s", chunk_id.hex(), error)
-                    entry = self._recompute(chunk_id)
-                    recomputed.add(chunk_id)
-                self._keep(chunk_id, entry)
-            kv[chunk_id] = entry
-        return Acquired(kv, frozenset(recomputed))
+                    held[chunk_id] = self._entries[chunk_id]
+        if held:
+            self._store.touch(held)
+        fetched = self._store.fetch([chunk_id for chunk_id in wanted if chunk_id not in held])
+        for chunk_id, entry in fetched.kv.items():
+            self._keep(chunk_id, entry)
+        kv = held | fetched.kv
+        return Fetched({chunk_id: kv[chunk_id] for chunk_id in wanted}, fetched.recomputed)
 
     def retain(self, chunk_ids: Collection[ChunkId]) -> None:
         """Drop every entry that is not among these, after documents were deleted or replaced."""

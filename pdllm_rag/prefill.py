@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pdllm_store import (
     ChunkId,
+    ChunkKV,
+    ChunkMeta,
     ChunkNotFoundError,
     ChunkRef,
     ChunkStore,
@@ -26,6 +29,7 @@ from pdllm_store import (
     DocumentInfo,
     ModelFingerprint,
     StoreError,
+    StoreFullError,
 )
 
 from pdllm_rag.chunking import recipe, split, text_id
@@ -37,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 FLUSH_TOKENS = 4096  # chunks are collected over documents up to this, so that batches are full and alike in length
 FLUSH_DOCUMENTS = 256
+ROOM = 0.4  # of the store's cap: what one document, or several that wait together, may take
 MAX_ATTEMPTS = 3  # of making a document visible while other processes delete chunks that it shares
 
 
@@ -155,6 +160,7 @@ class Prefiller:
         pending: dict[str, _Pending] = {}  # by doc_id
         wanted: dict[ChunkId, NDArray[np.int32]] = {}
         n_tokens = 0
+        room = self._room_tokens()
         for document in documents:
             if isinstance(document, Failure):
                 report.failed.append(document)
@@ -178,11 +184,18 @@ class Prefiller:
                 report.failed.append(Failure(document.doc_id, str(error)))
                 self._notify(on_progress, report, document.doc_id)
                 continue
+            absent = [chunk_id for chunk_id in self._absent(list(entry.chunks)) if chunk_id not in wanted]
+            n_new = sum(len(entry.chunks[chunk_id]) for chunk_id in absent)
+            if n_new > room:
+                report.failed.append(Failure(document.doc_id, self._too_large(n_new)))
+                self._notify(on_progress, report, document.doc_id)
+                continue
+            if n_tokens + n_new > room:
+                self._flush(pending, wanted, report, on_progress)
+                pending, wanted, n_tokens = {}, {}, 0
             pending[document.doc_id] = entry
-            for chunk_id in self._store.missing(list(entry.chunks)):
-                if chunk_id not in wanted:
-                    wanted[chunk_id] = entry.chunks[chunk_id]
-                    n_tokens += len(entry.chunks[chunk_id])
+            wanted |= {chunk_id: entry.chunks[chunk_id] for chunk_id in absent}
+            n_tokens += n_new
             if n_tokens >= FLUSH_TOKENS or len(pending) >= FLUSH_DOCUMENTS:
                 self._flush(pending, wanted, report, on_progress)
                 pending, wanted, n_tokens = {}, {}, 0
@@ -204,7 +217,29 @@ class Prefiller:
         except StoreError as error:
             logger.warning("document %r is written again: %s", info.doc_id, error)
             return False
-        return not self._store.missing(info.chunk_ids)
+        return not self._absent(info.chunk_ids)
+
+    def _room_tokens(self) -> float:
+        """Tokens that may wait to be written together: their KV must fit below the store's cap at once."""
+        cap = self._store.max_bytes
+        return math.inf if cap is None else cap * ROOM // self._fingerprint.bytes_per_token
+
+    def _too_large(self, n_tokens: int) -> str:
+        needed = n_tokens * self._fingerprint.bytes_per_token
+        return (
+            f"its {n_tokens} tokens take {needed} bytes of KV, more than {ROOM:.0%} of the store's cap of "
+            f"{self._store.max_bytes}; raise the cap or split the document"
+        )
+
+    def _absent(self, chunk_ids: Sequence[ChunkId]) -> list[ChunkId]:
+        """The chunks to compute. Evicted ones are not: computing them would evict others, and so on every night."""
+        missing = self._store.missing(chunk_ids)
+        evicted = set(self._store.evicted(missing))
+        return [chunk_id for chunk_id in missing if chunk_id not in evicted]
+
+    def recompute(self, metas: Sequence[ChunkMeta]) -> Iterator[list[tuple[ChunkMeta, ChunkKV]]]:
+        """KV of chunks again from their token ids, batch by batch."""
+        return self._encoder.batches([meta.token_ids for meta in metas])
 
     def encode_text(self, doc_id: str, text: str) -> tuple[Document, dict[ChunkId, NDArray[np.int32]]]:
         """Cut a text as `run` does, without storing anything: a document and its chunks' token ids."""
@@ -252,7 +287,11 @@ class Prefiller:
     ) -> None:
         name = next(iter(pending), "")
         for batch in self._encoder.batches(list(wanted.values())):
-            report.bytes_written += self._store.put(self._fingerprint, batch)
+            try:
+                report.bytes_written += self._store.put(self._fingerprint, batch)
+            except StoreFullError:
+                self._store.discard(wanted)  # no document will refer to them
+                raise
             report.chunks_computed += len(batch)
             report.tokens += sum(len(meta.token_ids) for meta, _ in batch)
             self._notify(on_progress, report, name)

@@ -6,14 +6,14 @@ import asyncio
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pdllm_store import ChunkKV, LMDBStore, MemoryStore
+from pdllm_store import ChunkKV, Fetched, LMDBStore, MemoryStore
 from tiny import save_tiny_model
 
 from pdllm_rag import AskOptions, Final, InputDocument, LoadedModel, RagEngine, load_model
@@ -88,11 +88,12 @@ def test_the_pool_keeps_within_its_budget_and_drops_the_oldest_first() -> None:
     loads: list[bytes] = []
 
     class Loading(MemoryStore):
-        def load(self, chunk_id: bytes) -> ChunkKV:
-            loads.append(chunk_id)
-            return ChunkKV(torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8))
+        def fetch(self, chunk_ids: Sequence[bytes]) -> Fetched:
+            loads.extend(chunk_ids)
+            kv = {name: ChunkKV(torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8)) for name in chunk_ids}
+            return Fetched(kv, frozenset())
 
-    pool = KVPool(Loading(), lambda _: pytest.fail("nothing is lost here"), budget_bytes=2 * 256)
+    pool = KVPool(Loading(), budget_bytes=2 * 256)
     pool.acquire([b"a", b"b"])
     pool.acquire([b"a"])
     assert loads == [b"a", b"b"]
@@ -110,7 +111,11 @@ def test_many_questions_on_one_lost_chunk_all_get_it(tiny_model: LoadedModel) ->
     (ref, *_) = engine.store.refs(engine.fingerprint)
     engine.store.discard([ref.chunk_id])
     got: list[ChunkKV] = []
-    threads = [threading.Thread(target=lambda: got.append(engine._recompute(ref.chunk_id))) for _ in range(4)]
+
+    def fetch() -> None:
+        got.append(engine.store.fetch([ref.chunk_id]).kv[ref.chunk_id])
+
+    threads = [threading.Thread(target=fetch) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -118,6 +123,7 @@ def test_many_questions_on_one_lost_chunk_all_get_it(tiny_model: LoadedModel) ->
     assert len(got) == 4
     assert all(torch.equal(kv.k, got[0].k) for kv in got)
     assert engine.store.missing([ref.chunk_id]) == []
+    assert engine.store.stats().recomputed == 1
 
 
 def test_a_flipped_byte_on_disk_is_computed_again_and_the_answer_stays(tmp_path: Path, tiny_model: LoadedModel) -> None:

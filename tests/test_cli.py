@@ -559,7 +559,7 @@ def test_store_list_has_the_documented_form(pdllm: Pdllm, filled: Path) -> None:
 def test_store_stats_are_raw_in_json_and_readable_in_the_table(pdllm: Pdllm, filled: Path) -> None:
     raw = one_object(pdllm("store", "stats", "--store", filled, "--json"))
     assert raw["documents"] == 2
-    assert list(raw["fingerprints"].values()) == [2]
+    assert [model["documents"] for model in raw["fingerprints"].values()] == [2]
     shown = pdllm("store", "stats", "--store", filled).out
     assert byte_size(raw["kv_bytes"]) in shown
     assert "llama-mdlm), 2 documents" in shown

@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
 def _stats(store: LMDBStore, args: argparse.Namespace) -> int:
     stats = store.stats()
     if args.json:
-        write_json({**stats._asdict(), "fingerprints": dict(stats.fingerprints)})
+        models = {digest: model._asdict() for digest, model in stats.fingerprints.items()}
+        write_json({**stats._asdict(), "fingerprints": models})
         return 0
     families = {fingerprint.digest.hex(): fingerprint.family for fingerprint in store.fingerprints()}
     orphans = f" and {stats.orphans:,} that no document refers to" if stats.orphans else ""
@@ -96,9 +97,9 @@ def _stats(store: LMDBStore, args: argparse.Namespace) -> int:
         ("KV", byte_size(stats.kv_bytes)),
         ("on disk", byte_size(stats.file_bytes)),
     ]
-    for digest, n_documents in sorted(stats.fingerprints.items()):
+    for digest, model in sorted(stats.fingerprints.items()):
         name = f"{digest[:DIGEST_CHARS]} ({families.get(digest, 'unknown family')})"
-        rows.append(("model", f"{name}, {counted(n_documents, 'document')}"))
+        rows.append(("model", f"{name}, {counted(model.documents, 'document')}"))
     print_table(results(), fact_table(rows))
     return 0
 

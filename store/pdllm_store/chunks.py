@@ -5,17 +5,26 @@ Every function works inside one transaction, so a chunk is either whole or absen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from pdllm_store import record
-from pdllm_store.codec import TORCH_DTYPES, block_bytes
-from pdllm_store.counts import count_chunk, recount, write_counts
+from pdllm_store.codec import Buffer, block_bytes
+from pdllm_store.counts import count_chunk, write_recount
 from pdllm_store.errors import ChunkNotFoundError, RecordDamagedError
-from pdllm_store.rows import ChunkRow, kv_key, pack_chunk, unpack_chunk
+from pdllm_store.rows import (
+    ChunkRow,
+    kv_key,
+    lru_key,
+    pack_chunk,
+    unpack_chunk,
+    unpack_document,
+    unpack_ref,
+)
 from pdllm_store.tables import Tables
 from pdllm_store.types import ID_BYTES, ChunkId, ChunkKV, ChunkMeta, ModelFingerprint
 
@@ -47,7 +56,7 @@ def check_chunk(fingerprint: ModelFingerprint, meta: ChunkMeta, kv: ChunkKV) -> 
 
 
 def encode_chunk(
-    fingerprint: ModelFingerprint, meta: ChunkMeta, kv: ChunkKV, *, group_bytes: int = GROUP_BYTES
+    fingerprint: ModelFingerprint, meta: ChunkMeta, kv: ChunkKV, *, now_ms: int, group_bytes: int = GROUP_BYTES
 ) -> EncodedChunk:
     """Encode a checked chunk in layer groups of about `group_bytes`.
 
@@ -57,7 +66,7 @@ def encode_chunk(
     token_ids = np.ascontiguousarray(meta.token_ids, dtype="<i4")
     n_layers, n_tokens, n_kv_heads, head_dim = kv.k.shape
     layer_bytes = 2 * block_bytes((n_tokens, n_kv_heads, head_dim), fingerprint.kv_dtype)
-    n_group_layers = max(1, group_bytes // layer_bytes)
+    n_group_layers = min(n_layers, max(1, group_bytes // layer_bytes))
     records = []
     for start in range(0, n_layers, n_group_layers):
         end = min(start + n_group_layers, n_layers)
@@ -75,7 +84,17 @@ def encode_chunk(
         records.append(record.build(header, kv.k[start:end], kv.v[start:end]))
     sketch = None if meta.sketch is None else np.ascontiguousarray(meta.sketch, dtype="<f2").tobytes()
     kv_bytes = sum(len(data) for data in records)
-    row = ChunkRow(0, len(records), kv_bytes, fingerprint.digest, token_ids.tobytes(), sketch)
+    row = ChunkRow(
+        refcount=0,
+        pins=0,
+        n_groups=len(records),
+        group_layers=n_group_layers,
+        kv_bytes=kv_bytes,
+        used_ms=now_ms,
+        fingerprint=fingerprint.digest,
+        token_ids=token_ids.tobytes(),
+        sketch=sketch,
+    )
     return EncodedChunk(meta.chunk_id, row, records)
 
 
@@ -96,52 +115,22 @@ def put_chunks(tables: Tables, chunks: Sequence[EncodedChunk]) -> int:
     for chunk in chunks:
         if _is_whole(tables, chunk.chunk_id):
             continue
-        write_row(tables, chunk.chunk_id, chunk.row._replace(refcount=_refcount(tables, chunk.chunk_id)))
+        refcount, pins = _references(tables, chunk.chunk_id)
+        write_row(tables, chunk.chunk_id, chunk.row._replace(refcount=refcount, pins=pins))
+        _drop_kv(tables, chunk.chunk_id)  # of a damaged row, in groups that nobody knows
         for group, data in enumerate(chunk.records):
             tables.put("kv", kv_key(chunk.chunk_id, group), data)
             n_written += len(data)
     return n_written
 
 
-def load(tables: Tables, chunk_id: ChunkId, *, verify: bool) -> ChunkKV:
-    """Raises ChunkNotFoundError and RecordDamagedError."""
-    records = _records(tables, chunk_id, verify=verify)
-    header = records[0].header
-    shape = (header.n_layers_all, *header.shape[1:])
-    kv = ChunkKV(*(torch.empty(shape, dtype=TORCH_DTYPES[header.kv_dtype]) for _ in range(2)))
-    _copy_out(records, kv)
-    return kv
-
-
-def load_into(tables: Tables, chunk_id: ChunkId, kv: ChunkKV, *, verify: bool) -> None:
-    """As `load`, but into given tensors; on any error they are untouched.
-
-    Raises:
-        ChunkNotFoundError, RecordDamagedError, and ValueError for a wrong shape or dtype.
-    """
-    records = _records(tables, chunk_id, verify=verify)
-    header = records[0].header
-    shape = (header.n_layers_all, *header.shape[1:])
-    for name, tensor in (("k", kv.k), ("v", kv.v)):
-        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-            raise ValueError(
-                f"{name} is a {tensor.dtype} tensor {tuple(tensor.shape)}, the chunk needs a float tensor {shape}"
-            )
-    _copy_out(records, kv)
-
-
-def check(tables: Tables, chunk_id: ChunkId) -> None:
-    """Read and checksum every record of a chunk.
-
-    Raises:
-        ChunkNotFoundError: no whole KV.
-        RecordDamagedError: row or KV is damaged.
-    """
-    _records(tables, chunk_id, verify=True)
+def evicted(tables: Tables, chunk_ids: Iterable[ChunkId]) -> list[ChunkId]:
+    """Those of the distinct ids whose KV gave way to others, in the order given."""
+    return [chunk_id for chunk_id in dict.fromkeys(chunk_ids) if _is_evicted(tables, chunk_id)]
 
 
 def discard(tables: Tables, chunk_ids: Iterable[ChunkId]) -> None:
-    """Drop KV, keep rows; a damaged row counts as missing already and stays for `put_chunks` to replace."""
+    """Drop KV, keep the rows that documents refer to; a damaged row stays for `put_chunks` to replace."""
     for chunk_id in dict.fromkeys(chunk_ids):
         try:
             row = chunk_row(tables, chunk_id)
@@ -149,15 +138,36 @@ def discard(tables: Tables, chunk_ids: Iterable[ChunkId]) -> None:
             _drop_kv(tables, chunk_id)
             continue
         if row is not None and row.n_groups:
-            write_row(tables, chunk_id, row._replace(n_groups=0, kv_bytes=0))
-            _drop_kv(tables, chunk_id)
+            _drop(tables, chunk_id, row, kv_bytes=0)
+
+
+def evict(tables: Tables, chunk_id: ChunkId, row: ChunkRow) -> None:
+    """As `discard`, but remember that the chunk was sound."""
+    _drop(tables, chunk_id, row, kv_bytes=row.kv_bytes)
+
+
+def _drop(tables: Tables, chunk_id: ChunkId, row: ChunkRow, *, kv_bytes: int) -> None:
+    left = row._replace(n_groups=0, group_layers=0, kv_bytes=kv_bytes) if row.refcount else None
+    write_row(tables, chunk_id, left)
+    _drop_kv(tables, chunk_id)
+
+
+def touch(tables: Tables, used_ms: Mapping[ChunkId, int]) -> None:
+    """Note when chunks were last used; ids that are not held are passed over."""
+    for chunk_id, now_ms in used_ms.items():
+        try:
+            row = chunk_row(tables, chunk_id)
+        except RecordDamagedError:
+            continue
+        if row is not None and row.n_groups and row.used_ms < now_ms:
+            write_row(tables, chunk_id, row._replace(used_ms=now_ms))
 
 
 def meta(tables: Tables, chunk_id: ChunkId) -> ChunkMeta:
     """Raises ChunkNotFoundError and RecordDamagedError."""
     row = chunk_row(tables, chunk_id)
     if row is None:
-        raise _not_found(chunk_id, "was never put")
+        raise not_found(chunk_id, "was never put")
     return row.meta(chunk_id)
 
 
@@ -173,8 +183,8 @@ def page_of_rows(tables: Tables, after: ChunkId, limit: int) -> Iterator[tuple[C
             yield key, error
 
 
-def refer(tables: Tables, chunk_id: ChunkId, change: int) -> None:
-    """Add to a chunk's references; without any left, the chunk is deleted with its KV."""
+def refer(tables: Tables, chunk_id: ChunkId, change: int, *, pins: int = 0) -> None:
+    """Add to a chunk's references and pins; without any reference left, the chunk is deleted with its KV."""
     try:
         row = chunk_row(tables, chunk_id)
     except RecordDamagedError:
@@ -182,7 +192,7 @@ def refer(tables: Tables, chunk_id: ChunkId, change: int) -> None:
     if row is None:
         return
     if row.refcount + change > 0:
-        write_row(tables, chunk_id, row._replace(refcount=row.refcount + change))
+        write_row(tables, chunk_id, row._replace(refcount=row.refcount + change, pins=max(0, row.pins + pins)))
     else:
         delete(tables, chunk_id)
 
@@ -194,20 +204,33 @@ def delete(tables: Tables, chunk_id: ChunkId) -> None:
 
 
 def write_row(tables: Tables, chunk_id: ChunkId, row: ChunkRow | None) -> None:
-    """Replace a chunk's row and keep the totals right."""
+    """Replace a chunk's row and keep the order of use and the totals right."""
     try:
         old = chunk_row(tables, chunk_id)
         was_damaged = False
     except RecordDamagedError:
         old, was_damaged = None, True
+    before, after = lru_entry(chunk_id, old), lru_entry(chunk_id, row)
+    if before != after:
+        if before is not None:
+            tables.delete("lru", before)
+        if after is not None:
+            tables.put("lru", after, b"")
     if row is None:
         tables.delete("metas", chunk_id)
     else:
         tables.put("metas", chunk_id, pack_chunk(chunk_id, row))
-    if was_damaged:
-        write_counts(tables, recount(tables))  # what the old row had added is unknown
+    if was_damaged:  # what the old row had added, and where it stood, is unknown
+        for key in [key for key, _ in tables.scan("lru") if key.endswith(chunk_id) and key != after]:
+            tables.delete("lru", key)
+        write_recount(tables)
     else:
         count_chunk(tables, old, row)
+
+
+def lru_entry(chunk_id: ChunkId, row: ChunkRow | None) -> bytes | None:
+    """The key that a chunk has in the order of use: none unless its KV is held and may be evicted."""
+    return None if row is None or not row.n_groups or row.pins else lru_key(row.used_ms, chunk_id)
 
 
 def _is_whole(tables: Tables, chunk_id: ChunkId) -> bool:
@@ -218,12 +241,48 @@ def _is_whole(tables: Tables, chunk_id: ChunkId) -> bool:
     return row is not None and row.n_groups > 0
 
 
-def _refcount(tables: Tables, chunk_id: ChunkId) -> int:
+def _is_evicted(tables: Tables, chunk_id: ChunkId) -> bool:
     try:
         row = chunk_row(tables, chunk_id)
     except RecordDamagedError:
-        return sum(1 for _, value in tables.scan("refs") if bytes(value[8 : 8 + ID_BYTES]) == chunk_id)
-    return 0 if row is None else row.refcount
+        return False
+    return row is not None and row.is_evicted
+
+
+def _references(tables: Tables, chunk_id: ChunkId) -> tuple[int, int]:
+    """References to a chunk, and pinned documents among those that refer to it."""
+    try:
+        row = chunk_row(tables, chunk_id)
+    except RecordDamagedError:
+        return count_references(tables).get(chunk_id, (0, 0))
+    return (0, 0) if row is None else (row.refcount, row.pins)
+
+
+def count_references(tables: Tables) -> dict[ChunkId, tuple[int, int]]:
+    """References and pins of every chunk, by a scan of all references."""
+    refcounts: Counter[ChunkId] = Counter()
+    pins: Counter[ChunkId] = Counter()
+    for key, group in groupby(tables.scan("refs"), key=lambda entry: entry[0][: 2 * ID_BYTES]):
+        value = tables.get("documents", key)
+        if value is None:
+            continue
+        found: Counter[ChunkId] = Counter()
+        for ref, entry in group:
+            try:
+                found[unpack_ref(ref, entry, "").chunk_id] += 1
+            except RecordDamagedError:
+                continue
+        refcounts.update(found)
+        if _is_pinned(key, value):
+            pins.update(found.keys())
+    return {chunk_id: (n_refs, pins[chunk_id]) for chunk_id, n_refs in refcounts.items()}
+
+
+def _is_pinned(key: bytes, value: Buffer) -> bool:
+    try:
+        return unpack_document(key, value).pinned
+    except RecordDamagedError:
+        return False
 
 
 def _drop_kv(tables: Tables, chunk_id: ChunkId) -> None:
@@ -231,41 +290,7 @@ def _drop_kv(tables: Tables, chunk_id: ChunkId) -> None:
         tables.delete("kv", key)
 
 
-def _records(tables: Tables, chunk_id: ChunkId, *, verify: bool) -> list[record.Record]:
-    """All groups of a chunk in layer order, each checked; views into the transaction."""
-    row = chunk_row(tables, chunk_id)
-    if row is None:
-        raise _not_found(chunk_id, "is not in the store")
-    if not row.n_groups:
-        raise _not_found(chunk_id, "has no KV any more")
-    records: list[record.Record] = []
-    n_layers = 0
-    for group in range(row.n_groups):
-        data = tables.get("kv", kv_key(chunk_id, group))
-        if data is None:
-            raise RecordDamagedError(
-                f"chunk {chunk_id.hex()}: layer group {group} of {row.n_groups} is absent; discard it and prefill again"
-            )
-        parsed = record.parse(data, chunk_id=chunk_id, fingerprint=row.fingerprint, layer_start=n_layers, verify=verify)
-        n_layers += parsed.header.n_layers
-        records.append(parsed)
-    forms = {(r.header.n_layers_all, r.header.shape[1:], r.header.kv_dtype) for r in records}
-    expected = (n_layers, row.n_tokens)
-    if len(forms) != 1 or (records[0].header.n_layers_all, records[0].header.n_tokens) != expected:
-        raise RecordDamagedError(
-            f"chunk {chunk_id.hex()}: its layer groups say {sorted(forms)}, expected one form with (layers, tokens) = "
-            f"{expected}; discard it and prefill again"
-        )
-    return records
-
-
-def _copy_out(records: list[record.Record], kv: ChunkKV) -> None:
-    for parsed in records:
-        start, end = parsed.header.layer_start, parsed.header.layer_start + parsed.header.n_layers
-        parsed.decode_into(kv.k[start:end], kv.v[start:end])
-
-
-def _not_found(chunk_id: ChunkId, reason: str) -> ChunkNotFoundError:
+def not_found(chunk_id: ChunkId, reason: str) -> ChunkNotFoundError:
     return ChunkNotFoundError(f"chunk {chunk_id.hex()} {reason}; prefill its document", (chunk_id,))
 
 
@@ -275,4 +300,4 @@ def stored_bytes(tables: Tables, chunk_id: ChunkId) -> int:
         row = chunk_row(tables, chunk_id)
     except RecordDamagedError:
         return 0
-    return 0 if row is None else row.kv_bytes
+    return row.kv_bytes if row is not None and row.n_groups else 0

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import lmdb
 
 from pdllm_store import chunks
-from pdllm_store.counts import recount, write_counts
+from pdllm_store.counts import write_recount
 from pdllm_store.environment import Environment, open_databases, open_lmdb
 from pdllm_store.errors import RecordDamagedError, StoreError, StoreFullError
-from pdllm_store.fingerprints import recount_documents
-from pdllm_store.lmdb_tables import LMDBTables
-from pdllm_store.location import COMPACT_FOLDER, DATA_FILE
-from pdllm_store.rows import unpack_ref
+from pdllm_store.location import COMPACT_FOLDER, DATA_FILE, DERIVED_FOLDER
 from pdllm_store.tables import TABLES, Table, Tables
-from pdllm_store.types import ID_BYTES, ChunkId
+from pdllm_store.types import ID_BYTES
 
 _ROOM = 64 << 20  # bytes that dropping orphans may take before it frees any
 
 
-def compact(environment: Environment) -> int:
+def compact(environment: Environment, change: Callable[[Tables], None] | None = None) -> int:
     """Drop orphans, write a compact copy and put it in the place of the file; returns the bytes given back.
 
     A crash leaves either the old file or the new one, whole.
+
+    Args:
+        change: done before anything else, while nobody has the store open; then the old file, and what was derived
+            from it, is overwritten with zeros before it is given back.
 
     Raises:
         StoreError: another handle or process has the store open.
@@ -37,8 +38,10 @@ def compact(environment: Environment) -> int:
     with environment.alone():
         folder = os.path.join(path, COMPACT_FOLDER)
         try:
-            _copy(path, folder, map_size=environment.map_size + _ROOM)
-            _replace(os.path.join(folder, DATA_FILE), os.path.join(path, DATA_FILE))
+            _copy(environment, folder, change)
+            _replace(os.path.join(folder, DATA_FILE), os.path.join(path, DATA_FILE), wipe=change is not None)
+            if change is not None:
+                _wipe_folder(os.path.join(path, DERIVED_FOLDER))
         except lmdb.Error as error:
             raise StoreError(f"{path} could not be compacted: {error}; it stays as it was") from error
         finally:
@@ -50,41 +53,36 @@ def drop_unreferred(tables: Tables) -> None:
     """Count references and documents anew; delete chunks without references, and what has lost its owner."""
     for key in [key for key, _ in tables.scan("refs") if tables.get("documents", key[: 2 * ID_BYTES]) is None]:
         tables.delete("refs", key)
-    refcounts: Counter[ChunkId] = Counter()
-    for key, value in tables.scan("refs"):
-        try:
-            refcounts[unpack_ref(key, value, "").chunk_id] += 1
-        except RecordDamagedError:
-            continue
-    rows = list(_rows(tables))
-    for chunk_id, refcount in rows:
-        if not refcounts[chunk_id]:
+    references = chunks.count_references(tables)
+    held = list(chunks.page_of_rows(tables, b"", -1))
+    for key in [key for key, _ in tables.scan("lru")]:
+        tables.delete("lru", key)
+    for chunk_id, row in held:
+        refcount, pins = references.get(chunk_id, (0, 0))
+        if not refcount:
             chunks.delete(tables, chunk_id)
-        elif refcount not in (None, refcounts[chunk_id]):
-            row = chunks.chunk_row(tables, chunk_id)
-            assert row is not None
-            chunks.write_row(tables, chunk_id, row._replace(refcount=refcounts[chunk_id]))
-    known = {chunk_id for chunk_id, _ in rows}
+        elif not isinstance(row, RecordDamagedError):
+            mended = row._replace(refcount=refcount, pins=pins)
+            if mended != row:
+                chunks.write_row(tables, chunk_id, mended)
+            if entry := chunks.lru_entry(chunk_id, mended):
+                tables.put("lru", entry, b"")
+    known = {chunk_id for chunk_id, _ in held}
     for key in [key for key, _ in tables.scan("kv") if key[:ID_BYTES] not in known]:
         tables.delete("kv", key)
-    recount_documents(tables)
-    write_counts(tables, recount(tables))
+    write_recount(tables)
 
 
-def _rows(tables: Tables) -> list[tuple[ChunkId, int | None]]:
-    """Chunk ids with their reference counts, None where the row is damaged."""
-    found: list[tuple[ChunkId, int | None]] = []
-    for chunk_id, row in chunks.page_of_rows(tables, b"", -1):
-        found.append((chunk_id, None if isinstance(row, RecordDamagedError) else row.refcount))
-    return found
-
-
-def _copy(path: str, folder: str, *, map_size: int) -> None:
-    env = open_lmdb(path, map_size=map_size)
+def _copy(environment: Environment, folder: str, change: Callable[[Tables], None] | None) -> None:
+    path, access = environment.path, environment.access
+    env = open_lmdb(path, access._replace(map_size=access.map_size + _ROOM))
     try:
-        databases = open_databases(env, path, create_as=None)
+        databases = open_databases(env, path, create_as=None, key=access.key)
         with env.begin(write=True, buffers=True) as transaction:
-            drop_unreferred(LMDBTables(transaction, databases))
+            tables = environment.tables(env, transaction, databases)
+            if change is not None:
+                change(tables)
+            drop_unreferred(tables)
         needed = _live_bytes(env, databases)
         if (free := shutil.disk_usage(path).free) < needed:
             raise StoreFullError(f"compacting {path} needs {needed} bytes for a second copy, the disk has {free} free")
@@ -101,11 +99,36 @@ def _live_bytes(env: Any, databases: dict[Table, Any]) -> int:
     return int((n_pages + 16) * statistics[0]["psize"])
 
 
-def _replace(new: str, old: str) -> None:
+def _replace(new: str, old: str, *, wipe: bool) -> None:
     os.chmod(new, 0o600)
     _sync(new)
-    os.replace(new, old)
-    _sync(os.path.dirname(old))
+    descriptor = os.open(old, os.O_WRONLY)
+    try:
+        os.replace(new, old)
+        _sync(os.path.dirname(old))
+        if wipe:
+            _overwrite(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _wipe_folder(folder: str) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            descriptor = os.open(os.path.join(parent, name), os.O_WRONLY)
+            try:
+                _overwrite(descriptor)
+            finally:
+                os.close(descriptor)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _overwrite(descriptor: int) -> None:
+    zeros = bytes(1 << 20)
+    size = os.fstat(descriptor).st_size
+    for start in range(0, size, len(zeros)):
+        os.pwrite(descriptor, zeros[: size - start], start)
+    os.fsync(descriptor)
 
 
 def _sync(path: str) -> None:

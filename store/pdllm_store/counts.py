@@ -4,86 +4,116 @@ from __future__ import annotations
 
 import struct
 import time
+from collections import defaultdict
 from typing import NamedTuple
 
 from pdllm_store.errors import RecordDamagedError
 from pdllm_store.rows import ChunkRow, seal, unpack_chunk, unseal
 from pdllm_store.tables import Tables
+from pdllm_store.types import ID_BYTES, ModelStats
 
-_KEY = b"counts"
+_STATE_KEY = b"state"
+_STATE = struct.Struct("<2Q")
 _COUNTS = struct.Struct("<6Q")
 
 
-class Counts(NamedTuple):
-    documents: int = 0
-    chunks: int = 0  # with whole KV
-    orphans: int = 0  # with whole KV and no reference
-    tokens: int = 0  # of chunks with whole KV
-    kv_bytes: int = 0
+class State(NamedTuple):
+    """What is counted for the store as a whole."""
+
     generation: int = 0  # raised by every change of documents
+    evictions: int = 0
 
 
-def read_counts(tables: Tables) -> Counts:
+def read_state(tables: Tables) -> State:
     """Raises RecordDamagedError."""
-    value = tables.get("manifest", _KEY)
-    if value is None:
-        return Counts()
-    payload = unseal("counts", _KEY, value)
-    return Counts(*_COUNTS.unpack(payload))
+    value = tables.get("manifest", _STATE_KEY)
+    return State() if value is None else State(*_STATE.unpack(unseal("state", _STATE_KEY, value)))
 
 
-def write_counts(tables: Tables, counts: Counts) -> None:
-    tables.put("manifest", _KEY, seal(_KEY, _COUNTS.pack(*counts)))
-
-
-def count_documents(tables: Tables, change: int) -> None:
-    """Add to the number of documents (after they were changed) and raise the generation."""
+def state_or_new(tables: Tables) -> State:
+    """A damaged row counts as lost: the generation then starts above every number that was counted up to."""
     try:
-        counts = read_counts(tables)
+        return read_state(tables)
     except RecordDamagedError:
-        write_counts(tables, recount(tables))
-        return
-    changed = counts._replace(documents=counts.documents + change, generation=counts.generation + 1)
-    write_counts(tables, changed)
+        return State(generation=time.time_ns())
+
+
+def count_generation(tables: Tables) -> None:
+    """Say that documents were changed."""
+    state = state_or_new(tables)
+    _write_state(tables, state._replace(generation=state.generation + 1))
+
+
+def count_evictions(tables: Tables, n_chunks: int) -> None:
+    state = state_or_new(tables)
+    _write_state(tables, state._replace(evictions=state.evictions + n_chunks))
+
+
+def read_counts(tables: Tables) -> dict[bytes, ModelStats]:
+    """By fingerprint digest. Raises RecordDamagedError."""
+    return {key: _unpack(key, value) for key, value in tables.scan("counts")}
+
+
+def count_documents(tables: Tables, fingerprint: bytes, change: int) -> None:
+    """Add to the number of documents of a fingerprint, after they were changed."""
+    _add(tables, fingerprint, ModelStats(documents=change))
 
 
 def count_chunk(tables: Tables, old: ChunkRow | None, new: ChunkRow | None) -> None:
     """Account for a chunk row (after it was put, changed or deleted)."""
+    row = new or old
     before, after = _of_row(old), _of_row(new)
-    if before == after:
-        return
-    try:
-        counts = read_counts(tables)
-    except RecordDamagedError:
-        write_counts(tables, recount(tables))
-        return
-    changed = counts._replace(
-        chunks=counts.chunks + after.chunks - before.chunks,
-        orphans=counts.orphans + after.orphans - before.orphans,
-        tokens=counts.tokens + after.tokens - before.tokens,
-        kv_bytes=counts.kv_bytes + after.kv_bytes - before.kv_bytes,
-    )
-    write_counts(tables, changed)
+    if row is not None and before != after:
+        _add(tables, row.fingerprint, ModelStats(*(b - a for a, b in zip(before, after, strict=True))))
 
 
-def recount(tables: Tables) -> Counts:
+def recount(tables: Tables) -> dict[bytes, ModelStats]:
     """The totals by a scan of all chunk rows and documents; damaged rows count for nothing."""
-    chunks = [Counts()]
+    found: dict[bytes, ModelStats] = defaultdict(ModelStats)
     for key, value in tables.scan("metas"):
         try:
-            chunks.append(_of_row(unpack_chunk(key, value)))
+            row = unpack_chunk(key, value)
         except RecordDamagedError:
             continue
-    _, n_chunks, orphans, tokens, kv_bytes, _ = (sum(column) for column in zip(*chunks, strict=True))
-    n_documents = sum(1 for _ in tables.scan("documents"))
+        found[row.fingerprint] = _sum(found[row.fingerprint], _of_row(row))
+    for key, _ in tables.scan("documents"):
+        found[key[:ID_BYTES]] = _sum(found[key[:ID_BYTES]], ModelStats(documents=1))
+    return {key: counts for key, counts in found.items() if any(counts)}
+
+
+def write_recount(tables: Tables) -> None:
+    """Replace all totals by counting anew."""
+    _write_state(tables, state_or_new(tables))
+    for key in [key for key, _ in tables.scan("counts")]:
+        tables.delete("counts", key)
+    for key, counts in recount(tables).items():
+        tables.put("counts", key, seal(key, _COUNTS.pack(*counts)))
+
+
+def _add(tables: Tables, fingerprint: bytes, change: ModelStats) -> None:
+    value = tables.get("counts", fingerprint)
     try:
-        generation = read_counts(tables).generation
-    except RecordDamagedError:
-        generation = time.time_ns()  # above every number that was counted up to
-    return Counts(n_documents, n_chunks, orphans, tokens, kv_bytes, generation)
+        counts = _sum(ModelStats() if value is None else _unpack(fingerprint, value), change)
+        tables.put("counts", fingerprint, seal(fingerprint, _COUNTS.pack(*counts)))
+    except (RecordDamagedError, struct.error):  # struct.error: below zero, after rows were lost
+        write_recount(tables)
 
 
-def _of_row(row: ChunkRow | None) -> Counts:
-    if row is None or not row.n_groups:
-        return Counts()
-    return Counts(chunks=1, orphans=int(row.refcount == 0), tokens=row.n_tokens, kv_bytes=row.kv_bytes)
+def _unpack(key: bytes, value: bytes | bytearray | memoryview) -> ModelStats:
+    return ModelStats(*_COUNTS.unpack(unseal("counts", key, value)))
+
+
+def _sum(a: ModelStats, b: ModelStats) -> ModelStats:
+    return ModelStats(*(x + y for x, y in zip(a, b, strict=True)))
+
+
+def _of_row(row: ChunkRow | None) -> ModelStats:
+    if row is None:
+        return ModelStats()
+    if not row.n_groups:
+        return ModelStats(evicted=int(row.is_evicted))
+    return ModelStats(chunks=1, orphans=int(row.refcount == 0), tokens=row.n_tokens, kv_bytes=row.kv_bytes)
+
+
+def _write_state(tables: Tables, state: State) -> None:
+    tables.put("manifest", _STATE_KEY, seal(_STATE_KEY, _STATE.pack(*state)))

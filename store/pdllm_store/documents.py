@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pdllm_store import chunks
-from pdllm_store.counts import count_documents
+from pdllm_store.counts import count_documents, count_generation
 from pdllm_store.errors import (
     ChunkNotFoundError,
     DocumentConflictError,
     DocumentNotFoundError,
     RecordDamagedError,
 )
-from pdllm_store.fingerprints import add_to_fingerprint
+from pdllm_store.fingerprints import register
 from pdllm_store.rows import (
     DocumentRow,
     OnDamage,
@@ -66,13 +66,16 @@ def add(tables: Tables, fingerprint: ModelFingerprint, document: Document) -> bo
             "give it another id or delete the other first"
         )
     new_refs = Counter(ref.chunk_id for ref in document.chunks)
-    if absent := chunks.missing(tables, new_refs):
+    missing = chunks.missing(tables, new_refs)
+    evicted = set(chunks.evicted(tables, missing))
+    if absent := [chunk_id for chunk_id in missing if chunk_id not in evicted]:
         raise ChunkNotFoundError(
-            f"document {document.doc_id!r} refers to {len(absent)} chunks without whole KV (of {len(new_refs)}), the "
+            f"document {document.doc_id!r} refers to {len(absent)} chunks without KV (of {len(new_refs)}), the "
             f"first is {absent[0].hex()}; put them first",
             tuple(absent),
         )
-    row = pack_document(key, document, pinned=isinstance(old, DocumentRow) and old.pinned)
+    pinned = isinstance(old, DocumentRow) and old.pinned
+    row = pack_document(key, document, pinned=pinned)
     old_refs = _drop_refs(tables, key)
     tables.put("documents", key, row)
     tables.put("texts", key, pack_text(key, document.text))
@@ -80,23 +83,29 @@ def add(tables: Tables, fingerprint: ModelFingerprint, document: Document) -> bo
         ref_row = ref_key(key, ref.ordinal)
         tables.put("refs", ref_row, pack_ref(ref_row, ref))
     for chunk_id in new_refs | old_refs:
-        if change := new_refs[chunk_id] - old_refs[chunk_id]:
-            chunks.refer(tables, chunk_id, change)
-    add_to_fingerprint(tables, fingerprint, 1 if old is None else 0)
-    count_documents(tables, 1 if old is None else 0)
+        change = new_refs[chunk_id] - old_refs[chunk_id]
+        pins = int(pinned) * ((chunk_id in new_refs) - (chunk_id in old_refs))
+        if change or pins:
+            chunks.refer(tables, chunk_id, change, pins=pins)
+    register(tables, fingerprint)
+    count_documents(tables, fingerprint.digest, int(old is None))
+    count_generation(tables)
     return old is not None
 
 
 def delete(tables: Tables, fingerprint: ModelFingerprint, doc_id: str) -> bool:
     """Delete a document, damaged or not, and the chunks that only it refers to; False if there is none."""
     key = document_key(fingerprint.digest, doc_id)
-    if not tables.delete("documents", key):
+    old = _row_or_damaged(tables, key)
+    if old is None:
         return False
+    tables.delete("documents", key)
     tables.delete("texts", key)
+    pins = int(isinstance(old, DocumentRow) and old.pinned)
     for chunk_id, n_refs in _drop_refs(tables, key).items():
-        chunks.refer(tables, chunk_id, -n_refs)
-    add_to_fingerprint(tables, fingerprint, -1)
-    count_documents(tables, -1)
+        chunks.refer(tables, chunk_id, -n_refs, pins=-pins)
+    count_documents(tables, fingerprint.digest, -1)
+    count_generation(tables)
     return True
 
 
@@ -146,14 +155,21 @@ def refs(tables: Tables, fingerprint: ModelFingerprint, on_damage: OnDamage) -> 
     return [ref for _, document_refs in found for ref in document_refs]
 
 
-def set_pinned(tables: Tables, fingerprint: ModelFingerprint, doc_id: str, *, pinned: bool) -> None:
-    """Raises DocumentNotFoundError and RecordDamagedError."""
+def set_pinned(tables: Tables, fingerprint: ModelFingerprint, doc_id: str, *, pinned: bool) -> bool:
+    """True if that changed anything. Raises DocumentNotFoundError and RecordDamagedError."""
     key = document_key(fingerprint.digest, doc_id)
     value = tables.get("documents", key)
     if value is None:
         raise DocumentNotFoundError(f"the store holds no document {doc_id!r} under fingerprint {key[:16].hex()}")
-    tables.put("documents", key, seal_document(key, unpack_document(key, value)._replace(pinned=pinned)))
-    count_documents(tables, 0)
+    row = unpack_document(key, value)
+    if row.pinned == pinned:
+        return False
+    chunk_ids = {unpack_ref(ref, entry, doc_id).chunk_id for ref, entry in tables.scan("refs", key)}
+    tables.put("documents", key, seal_document(key, row._replace(pinned=pinned)))
+    for chunk_id in chunk_ids:
+        chunks.refer(tables, chunk_id, 0, pins=1 if pinned else -1)
+    count_generation(tables)
+    return True
 
 
 def _documents(

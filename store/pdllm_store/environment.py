@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 
@@ -28,9 +28,11 @@ from pdllm_store.errors import (
     StoreError,
     StoreFormatError,
     StoreFullError,
+    StoreMismatchError,
     StoreNotFoundError,
 )
 from pdllm_store.gate import Gate
+from pdllm_store.keyed import KeyedTables, key_id
 from pdllm_store.lmdb_tables import LMDBTables
 from pdllm_store.manifest import Manifest, create_manifest, read_manifest
 from pdllm_store.tables import TABLES, Table, Tables
@@ -41,24 +43,40 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAP_SIZE = 1 << 40  # sparse: it costs address space only
 _MAX_READERS = 1024
-_GROWTH = 16 << 20  # how far a shrinking transaction may go beyond the cap
 _LOCK_TIMEOUT_S = 60.0
+
+
+class Access(NamedTuple):
+    """How an environment is opened; the same for all handles of a process."""
+
+    map_size: int
+    key: bytes | None  # of the MACs
+    read_only: bool
+    locked: bool  # LMDB's reader table is used; without it nobody may write meanwhile
 
 
 class Environment:
     """The `Transactions` of one store folder. Made and counted by `registry` only."""
 
-    def __init__(self, path: str, *, create_as: KVDtype | None, map_size: int) -> None:
+    manifest: Manifest
+
+    def __init__(self, path: str, access: Access, *, create_as: KVDtype | None) -> None:
         self.path = path
-        self.map_size = map_size
+        self.access = access
         self.n_handles = 0
         self.gate = Gate()
         self._reopening = threading.Lock()
         self._env: Any = None
         self._use_lock: int | None = None
         self._open_files(create_as)
-        with self.read() as tables:
-            self.manifest: Manifest = read_manifest(tables, path)
+
+    @property
+    def read_only(self) -> bool:
+        return self.access.read_only
+
+    @property
+    def room_bytes(self) -> int:
+        return int(self._live().info()["map_size"])  # of another process, if it opened the store with a larger one
 
     @contextmanager
     def read(self) -> Iterator[Tables]:
@@ -69,23 +87,13 @@ class Environment:
             raise self._translated(error, needed=0) from error
 
     def write(self, body: Callable[[Tables], T], *, needed: int = 0) -> T:
+        if self.read_only:
+            raise StoreError(f"{self.path} was opened read-only; open it without read_only to change it")
         try:
-            return self._run(body)
+            with self._transaction(write=True) as tables:
+                return body(tables)
         except lmdb.Error as error:
             raise self._translated(error, needed=needed) from error
-
-    def shrink(self, body: Callable[[Tables], T]) -> T:
-        # Deleting writes new pages before it frees old ones, so a full store could not even be emptied.
-        try:
-            return self._run(body)
-        except lmdb.MapFullError:
-            self._resize(self.map_size + _GROWTH)
-        except lmdb.Error as error:
-            raise self._translated(error, needed=0) from error
-        try:
-            return self.write(body)
-        finally:
-            self._resize(self.map_size)
 
     def file_bytes(self) -> int:
         return location.disk_bytes(self.path)
@@ -135,6 +143,11 @@ class Environment:
         while True:
             with self.gate.shared():
                 env = self._live()
+                if not self.is_in_place():
+                    raise StoreError(
+                        f"{self.path} was removed or replaced while this process had it open; close its handles and "
+                        "open it again"
+                    )
                 try:
                     transaction = env.begin(write=write, buffers=True)
                 except lmdb.ReadersFullError:
@@ -144,17 +157,16 @@ class Environment:
                     transaction = None
                 if transaction is not None:
                     with transaction:
-                        yield LMDBTables(transaction, self._databases)
+                        yield self.tables(env, transaction, self._databases)
                     return
-            self._resize(0)  # another process opened it with a larger map and filled it: take that size over
+            with self.gate.exclusive():
+                # Another process opened it with a larger map and filled it: take that size over.
+                self._live().set_mapsize(0)
 
-    def _run(self, body: Callable[[Tables], T]) -> T:
-        with self._transaction(write=True) as tables:
-            return body(tables)
-
-    def _resize(self, map_size: int) -> None:
-        with self.gate.exclusive():
-            self._live().set_mapsize(map_size)
+    def tables(self, env: Any, transaction: Any, databases: dict[Table, Any]) -> Tables:
+        """The tables of a transaction, behind the store's key if it has one."""
+        tables = LMDBTables(env, transaction, databases)
+        return tables if self.access.key is None else KeyedTables(tables, self.access.key)
 
     def _live(self) -> Any:
         if self._env is None:
@@ -178,17 +190,23 @@ class Environment:
             os.close(descriptor)
 
     def _open_files(self, create_as: KVDtype | None) -> None:
-        use_lock = _lock_shared(self.path)
+        access = self.access
+        use_lock = _lock_shared(self.path, read_only=access.read_only)
         env = None
         try:
-            # Only whoever compacts makes this folder, and the lock says that nobody does now.
-            shutil.rmtree(os.path.join(self.path, location.COMPACT_FOLDER), ignore_errors=True)
-            env = open_lmdb(self.path, map_size=self.map_size)
-            self._databases = open_databases(env, self.path, create_as=create_as)
+            if not access.read_only:
+                # Only whoever compacts makes this folder, and the lock says that nobody does now.
+                shutil.rmtree(os.path.join(self.path, location.COMPACT_FOLDER), ignore_errors=True)
+            env = open_lmdb(self.path, access)
+            self._databases = open_databases(env, self.path, create_as=create_as, key=access.key)
+            with env.begin(buffers=True) as transaction:
+                self.manifest = read_manifest(LMDBTables(env, transaction, self._databases), self.path)
+            _check_key(self.path, self.manifest, access.key)
         except BaseException:
             if env is not None:
                 env.close()
-            os.close(use_lock)
+            if use_lock is not None:
+                os.close(use_lock)
             raise
         self._env, self._use_lock = env, use_lock
         self._pid = os.getpid()
@@ -198,13 +216,13 @@ class Environment:
         if isinstance(error, lmdb.MapFullError):
             info, page_bytes = self._live().info(), self._live().stat()["psize"]
             return StoreFullError(
-                f"{self.path} is full: {(info['last_pgno'] + 1) * page_bytes} bytes used of a cap of "
+                f"{self.path} is full: {(info['last_pgno'] + 1) * page_bytes} bytes used of a map of "
                 f"{info['map_size']}, {needed} more needed; nothing of it was kept. Delete documents, or open the "
                 "store with a larger map_size"
             )
         no_room = any(os.strerror(code) in str(error) for code in _NO_ROOM)
-        short = shutil.disk_usage(self.path).free < max(needed, _ALMOST_FULL)  # LMDB reports a short write as EIO
-        if isinstance(error, lmdb.DiskError) or no_room or (os.strerror(errno.EIO) in str(error) and short):
+        short_write = os.strerror(errno.EIO) in str(error)  # what LMDB makes of one
+        if isinstance(error, lmdb.DiskError) or no_room or (short_write and location.lacks_room(self.path, needed)):
             return StoreFullError(
                 f"the disk under {self.path} is full: {self.file_bytes()} bytes used by the store, "
                 f"{shutil.disk_usage(self.path).free} free, {needed} more needed ({error}); nothing of it was kept"
@@ -212,16 +230,17 @@ class Environment:
         return StoreError(f"LMDB cannot go on with {self.path}: {error}; run `verify`, or restore a copy")
 
 
-_ALMOST_FULL = 1 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def open_lmdb(path: str, *, map_size: int) -> Any:
+def open_lmdb(path: str, access: Access) -> Any:
     """An open LMDB environment of a prepared folder. Raises StoreFormatError and StoreError."""
     try:
         env = lmdb.open(
             path,
-            map_size=map_size,
+            map_size=access.map_size,
+            readonly=access.read_only,
+            lock=access.locked,
             max_dbs=len(TABLES),
             max_readers=_MAX_READERS,
             max_spare_txns=0,  # a cached read transaction would hold a reader slot across a fork
@@ -230,13 +249,18 @@ def open_lmdb(path: str, *, map_size: int) -> Any:
     except (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError) as error:
         raise StoreFormatError(f"{path} holds no LMDB file that can be read ({error}); give another folder") from error
     except lmdb.Error as error:
-        raise StoreError(f"cannot open {path} with a map of {map_size} bytes: {error}") from error
-    env.reader_check()
-    _restore_length(env, path)
+        raise StoreError(f"cannot open {path} with a map of {access.map_size} bytes: {error}") from error
+    try:
+        if access.locked:
+            env.reader_check()
+        _restore_length(env, path, read_only=access.read_only)
+    except BaseException:
+        env.close()
+        raise
     return env
 
 
-def open_databases(env: Any, path: str, *, create_as: KVDtype | None) -> dict[Table, Any]:
+def open_databases(env: Any, path: str, *, create_as: KVDtype | None, key: bytes | None) -> dict[Table, Any]:
     """Handles of all tables; a new file gets them, and its manifest, if it may be created.
 
     Raises:
@@ -246,7 +270,11 @@ def open_databases(env: Any, path: str, *, create_as: KVDtype | None) -> dict[Ta
     try:
         if env.stat()["entries"]:
             # Not inside a read transaction: py-lmdb resets those, and the handles would die with it.
-            return {table: env.open_db(table.encode(), create=False) for table in TABLES}
+            try:
+                return {table: env.open_db(table.encode(), create=False) for table in TABLES}
+            except lmdb.NotFoundError:
+                _refuse_other_format(env, path)
+                raise
     except (lmdb.NotFoundError, lmdb.IncompatibleError) as error:
         raise StoreFormatError(f"{path} is an LMDB file of something else ({error}); give another folder") from error
     except lmdb.Error as error:
@@ -255,11 +283,29 @@ def open_databases(env: Any, path: str, *, create_as: KVDtype | None) -> dict[Ta
         raise StoreNotFoundError(f"{path} holds an empty file, expected a store; prefill some documents into it")
     with env.begin(write=True, buffers=True) as transaction:
         databases: dict[Table, Any] = {table: env.open_db(table.encode(), txn=transaction) for table in TABLES}
-        create_manifest(LMDBTables(transaction, databases), create_as)
+        create_manifest(LMDBTables(env, transaction, databases), create_as, key_id(key))
     return databases
 
 
-def _restore_length(env: Any, path: str) -> None:
+def _refuse_other_format(env: Any, path: str) -> None:
+    """Raises StoreFormatError if it is a store of another format, which may have other tables."""
+    database = env.open_db(b"manifest", create=False)
+    with env.begin(buffers=True) as transaction:
+        read_manifest(LMDBTables(env, transaction, {"manifest": database}), path)
+
+
+def _check_key(path: str, manifest: Manifest, key: bytes | None) -> None:
+    """Raises StoreMismatchError unless the store was made with this key."""
+    if manifest.key_id == (given := key_id(key)):
+        return
+    made = f"the key {manifest.key_id}" if manifest.key_id else "no key"
+    raise StoreMismatchError(
+        f"{path} was made with {made}, and {f'the key {given}' if given else 'no key'} was given; open it as it was "
+        "made, or prefill into a new store"
+    )
+
+
+def _restore_length(env: Any, path: str, *, read_only: bool) -> None:
     """Extend a file that was cut short with a hole: reading beyond the end would kill the process (SIGBUS)."""
     data_path = os.path.join(path, location.DATA_FILE)
 
@@ -267,6 +313,8 @@ def _restore_length(env: Any, path: str) -> None:
         expected = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
         return expected - os.stat(data_path).st_size, expected
 
+    if n_lacking()[0] > 0 and read_only:
+        raise StoreError(f"{path} is shorter than its last page: open it once without read_only, or copy it again")
     if n_lacking()[0] > 0:
         with env.begin(write=True):  # no other process may write meanwhile
             lacking, expected = n_lacking()
@@ -276,11 +324,14 @@ def _restore_length(env: Any, path: str) -> None:
                 os.truncate(data_path, expected)
 
 
-def _lock_shared(path: str) -> int:
-    """A descriptor that holds the store's use lock shared. Raises StoreError."""
+def _lock_shared(path: str, *, read_only: bool) -> int | None:
+    """A descriptor that holds the store's use lock shared, None where a reader cannot have one. Raises StoreError."""
+    name = os.path.join(path, location.USE_LOCK_FILE)
     try:
-        descriptor = os.open(os.path.join(path, location.USE_LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(name, os.O_CLOEXEC | (os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT), 0o600)
     except OSError as error:
+        if read_only:
+            return None
         raise StoreError(f"cannot open the store {path}: {error}") from error
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from pdllm_store import registry
+from pdllm_store import documents, registry
 from pdllm_store.compaction import compact
 from pdllm_store.environment import Environment
-from pdllm_store.errors import StoreMismatchError
-from pdllm_store.location import DERIVED_FOLDER, refuse_network_file_system
+from pdllm_store.errors import DocumentNotFoundError, StoreError, StoreMismatchError
+from pdllm_store.eviction import check_max_bytes
+from pdllm_store.keyed import check_key
+from pdllm_store.location import DERIVED_FOLDER, check_file_system, may_lock
 from pdllm_store.table_store import TableStore
 from pdllm_store.tables import Tables
-from pdllm_store.types import KV_DTYPES, KVDtype
+from pdllm_store.types import KV_DTYPES, KVDtype, ModelFingerprint
 
 T = TypeVar("T")
 
@@ -28,15 +30,15 @@ class LMDBStore(TableStore):
     refers to the map. No transaction outlives the call that began it.
     """
 
-    def __init__(self, environment: Environment, *, verify_reads: bool, map_size: int | None, force: bool) -> None:
+    def __init__(self, environment: Environment, options: dict[str, Any]) -> None:
         super().__init__(
-            _Handle(environment),
+            _Handle(environment, read_only=options["read_only"]),
             path=environment.path,
             kv_dtype=environment.manifest.kv_dtype,
-            verify_reads=verify_reads,
+            verify_reads=options["verify_reads"],
         )
         self._environment = environment
-        self._options = {"verify_reads": verify_reads, "map_size": map_size, "force": force}
+        self._options = options
 
     @classmethod
     def open(
@@ -45,8 +47,11 @@ class LMDBStore(TableStore):
         *,
         kv_dtype: KVDtype | None = None,
         create: bool = True,
-        map_size: int | None = None,
+        max_bytes: int | None = None,
+        key: bytes | None = None,
+        read_only: bool = False,
         verify_reads: bool = True,
+        map_size: int | None = None,
         force: bool = False,
     ) -> LMDBStore:
         """Open the store in a folder, or make one there.
@@ -55,25 +60,41 @@ class LMDBStore(TableStore):
             kv_dtype: dtype that keys and values are stored in, fixed when the store is made (then None means
                 bfloat16); later None takes what is there.
             create: make the store if nothing is there.
-            map_size: cap of the file in bytes; None means 1 TiB, or that of a handle that is open already.
+            max_bytes: cap of the file, at least 1 MiB; the store remembers it, and None leaves it as it is.
+            key: 32 bytes, fixed when the store is made. Every value then carries a MAC under it, so that what another
+                hand has written is refused (a plain store trusts whoever can write the folder).
+            read_only: refuse to change anything, not even the order of use. Where its lock file cannot be written,
+                nobody may write to the store meanwhile.
             verify_reads: compare each record's checksum when it is read.
-            force: open it on a network file system too.
+            map_size: address space in bytes that the file can grow into; None means 1 TiB, or that of a handle that
+                is open already. Give less where address space is limited.
+            force: read it on a network file system too (with read_only).
 
         Raises:
             StoreNotFoundError: nothing is there and `create` is False.
             StoreFormatError: something else is there, or a store of another format.
-            StoreMismatchError: the store was made with another `kv_dtype`.
-            StoreError: a network file system, no permission, or another cap than the store is open with.
-            ValueError: `kv_dtype` or `map_size` is none that exists.
+            StoreMismatchError: the store was made with another `kv_dtype` or `key`.
+            StoreError: a network file system, no permission, or another map than the store is open with.
+            ValueError: an argument is none that exists, or `max_bytes` was given with `read_only`.
         """
         if kv_dtype is not None and kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype is {kv_dtype!r}, expected one of {KV_DTYPES}")
         if map_size is not None and map_size <= 0:
             raise ValueError(f"map_size is {map_size} bytes, expected a positive number")
+        check_key(key)
+        check_max_bytes(max_bytes)
+        if read_only and max_bytes is not None:
+            raise ValueError(f"max_bytes is {max_bytes}, and a store that is opened read-only keeps its cap")
         real = os.path.realpath(path)
-        if not force:
-            refuse_network_file_system(real)
-        environment = registry.acquire(real, create_as=(kv_dtype or "bfloat16") if create else None, map_size=map_size)
+        locked = check_file_system(real, forced_read_only=force and read_only)
+        environment = registry.acquire(
+            real,
+            create_as=(kv_dtype or "bfloat16") if create and not read_only else None,
+            map_size=map_size,
+            key=key,
+            read_only=read_only,
+            locked=locked and not (read_only and not may_lock(real)),
+        )
         held = environment.manifest.kv_dtype
         if kv_dtype not in (None, held):
             registry.release(environment)
@@ -81,17 +102,34 @@ class LMDBStore(TableStore):
                 f"{real} was made to hold {held}, {kv_dtype} was asked for; open it as {held}, or prefill into a new "
                 "store"
             )
-        return cls(environment, verify_reads=verify_reads, map_size=map_size, force=force)
+        options = {
+            "key": key,
+            "read_only": read_only,
+            "verify_reads": verify_reads,
+            "map_size": map_size,
+            "force": force,
+        }
+        store = cls(environment, options)
+        try:
+            if max_bytes is not None:
+                store.set_max_bytes(max_bytes)
+        except BaseException:
+            store.close()
+            raise
+        return store
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self._options["key"] is not None:
+            raise TypeError("a keyed store does not pickle, because its key would be in the pickle; open it there")
         return _reopen, (self._path, self._kv_dtype, self._options)
 
     @property
     def derived_dir(self) -> str | None:
         folder = os.path.join(self._path, DERIVED_FOLDER)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, mode=0o700)
-        return folder
+        if not self._options["read_only"]:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, mode=0o700)
+        return folder if os.path.isdir(folder) else None
 
     def compact(self) -> int:
         """Drop what no document refers to and rewrite the file without its free pages; returns the bytes given back.
@@ -100,24 +138,55 @@ class LMDBStore(TableStore):
             StoreError: another handle or process has the store open.
             StoreFullError: the disk has no room for the second copy; nothing was changed but orphans dropped.
         """
-        self._check_open()
+        self._check_alone("compact")
         return compact(self._environment)
+
+    def purge(self, wanted: Collection[tuple[ModelFingerprint, str]]) -> int:
+        """Delete documents so that nothing of them is left in the store's files; returns the bytes given back.
+
+        As `delete_document` and `compact` in one step, and the old file is overwritten before it is unlinked. What the
+        file system, snapshots and backups keep is beyond the store.
+
+        Raises:
+            DocumentNotFoundError, StoreError, StoreFullError: as `compact`; nothing was deleted.
+        """
+        self._check_alone("purge")
+
+        def delete_all(tables: Tables) -> None:
+            for fingerprint, doc_id in wanted:
+                if not documents.delete(tables, fingerprint, doc_id):
+                    raise DocumentNotFoundError(f"{self._path} holds no document {doc_id!r}; nothing was deleted")
+
+        return compact(self._environment, delete_all)
+
+    def _check_alone(self, action: str) -> None:
+        self._check_open()
+        if self._options["read_only"]:
+            raise StoreError(f"{self._path} was opened read-only; open it without read_only to {action} it")
 
 
 class _Handle:
     """One counted use of an environment."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, *, read_only: bool) -> None:
         self._environment = environment
+        self._read_only = read_only
+
+    @property
+    def read_only(self) -> bool:
+        return self._read_only
+
+    @property
+    def room_bytes(self) -> int:
+        return self._environment.room_bytes
 
     def read(self) -> AbstractContextManager[Tables]:
         return self._environment.read()
 
     def write(self, body: Callable[[Tables], T], *, needed: int = 0) -> T:
+        if self._read_only:
+            raise StoreError(f"{self._environment.path} was opened read-only; open it without read_only to change it")
         return self._environment.write(body, needed=needed)
-
-    def shrink(self, body: Callable[[Tables], T]) -> T:
-        return self._environment.shrink(body)
 
     def file_bytes(self) -> int:
         return self._environment.file_bytes()

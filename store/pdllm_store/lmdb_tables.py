@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from pdllm_store.codec import Buffer
-from pdllm_store.tables import Table
+from pdllm_store.tables import Space, Table
+
+_OTHER_PAGES = 4  # two meta pages, the tree of the tables, and the list of free pages or the start of it
 
 
 class LMDBTables:
     """`Tables` over one LMDB transaction with `buffers=True`."""
 
-    def __init__(self, transaction: Any, databases: dict[Table, Any]) -> None:
+    def __init__(self, env: Any, transaction: Any, databases: dict[Table, Any]) -> None:
+        self._env = env
         self._transaction = transaction
         self._databases = databases
 
@@ -37,3 +40,10 @@ class LMDBTables:
                 if not key.startswith(prefix):
                     return
                 yield key, value
+
+    def space(self) -> Space:
+        statistics = [self._transaction.stat(database) for database in self._databases.values()]
+        page_bytes = statistics[0]["psize"]
+        n_used = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in statistics) + _OTHER_PAGES
+        n_pages = self._env.info()["last_pgno"] + 1
+        return Space(n_used * page_bytes, max(0, n_pages - n_used) * page_bytes)

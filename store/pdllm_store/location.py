@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import resource
+import tempfile
 from pathlib import Path
 
 from pdllm_store.errors import StoreError, StoreFormatError, StoreNotFoundError
@@ -14,6 +17,8 @@ LOCK_FILE = "lock.mdb"  # LMDB's own; never open it: closing any descriptor of i
 USE_LOCK_FILE = "store.lock"  # held shared by every open store, exclusively by `compact`
 COMPACT_FOLDER = "compact.tmp"
 DERIVED_FOLDER = "derived"  # indexes and other files that can be made again
+
+_ALMOST_FULL = 1 << 20
 
 # Memory maps and byte-range locks are not coherent between the machines of these.
 _NETWORK_TYPES = {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "ncpfs", "ocfs2"}
@@ -51,14 +56,27 @@ def prepare_folder(path: str, *, create: bool) -> None:
             raise StoreError(f"cannot make the folder {path} for a store: {error}") from error
 
 
-def refuse_network_file_system(path: str, *, mounts: str = "/proc/mounts") -> None:
-    """Raises StoreError if the path lies on a network file system (known on Linux only)."""
+def check_file_system(path: str, *, forced_read_only: bool, mounts: str = "/proc/mounts") -> bool:
+    """Whether LMDB's locks work at a path: not on a network file system (known on Linux only).
+
+    Raises:
+        StoreError: it is one, and the store is not to be read only there by force.
+    """
     kind = file_system_type(path, mounts=mounts)
-    if kind is not None and (kind in _NETWORK_TYPES or kind.startswith(_NETWORK_PREFIXES)):
+    if kind is None or not (kind in _NETWORK_TYPES or kind.startswith(_NETWORK_PREFIXES)):
+        return True
+    if not forced_read_only:
         raise StoreError(
             f"{path} lies on a network file system ({kind}), where LMDB's memory map and locks are not reliable; "
-            "use a local disk, or open it with force=True if only this machine ever uses it"
+            "use a local disk, or open it with read_only=True and force=True if nobody writes to it meanwhile"
         )
+    return False
+
+
+def may_lock(path: str) -> bool:
+    """Whether a reader may write to the lock file of the store in a folder, or make it."""
+    name = os.path.join(path, LOCK_FILE)
+    return os.access(name if os.path.exists(name) else path, os.W_OK)
 
 
 def file_system_type(path: str, *, mounts: str = "/proc/mounts") -> str | None:
@@ -78,6 +96,20 @@ def file_system_type(path: str, *, mounts: str = "/proc/mounts") -> str | None:
         if inside and len(point) >= len(best):  # the later mount of one point hides the earlier
             best, kind = point, os.fsdecode(fields[2])
     return kind
+
+
+def lacks_room(path: str, needed: int) -> bool:
+    """Whether the store in a folder cannot grow by so many bytes, because of the disk, a quota or a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    wanted = needed + _ALMOST_FULL
+    if limit != resource.RLIM_INFINITY and os.stat(os.path.join(path, DATA_FILE)).st_size + wanted > limit:
+        return True
+    try:
+        with tempfile.TemporaryFile(dir=path) as probe:
+            os.posix_fallocate(probe.fileno(), 0, wanted)
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return False
 
 
 def disk_bytes(path: str) -> int:

@@ -20,13 +20,14 @@ class Manifest(NamedTuple):
     format: int
     kv_dtype: KVDtype
     lmdb: str  # version of the LMDB library that made the file
+    key_id: str  # of the key that every value carries a MAC of, "" for none
 
 
-def create_manifest(tables: Tables, kv_dtype: KVDtype) -> None:
+def create_manifest(tables: Tables, kv_dtype: KVDtype, key_id: str) -> None:
     """Write the manifest of a new store; one that somebody else wrote first stays."""
     if tables.get("manifest", _KEY) is None:
         made_by = ".".join(str(part) for part in lmdb.version())
-        tables.put("manifest", _KEY, pack_map(_KEY, Manifest(FORMAT, kv_dtype, made_by)._asdict()))
+        tables.put("manifest", _KEY, pack_map(_KEY, Manifest(FORMAT, kv_dtype, made_by, key_id)._asdict()))
 
 
 def read_manifest(tables: Tables, path: str) -> Manifest:
@@ -41,8 +42,8 @@ def read_manifest(tables: Tables, path: str) -> Manifest:
     if fields.get("format") != FORMAT:
         raise StoreFormatError(
             f"{path} is a store of format {fields.get('format')!r}, this version reads format {FORMAT}; "
-            "use the version that wrote it, or prefill into a new store"
+            "open it with the version that wrote it, or prefill its documents into a new store (KV is never converted)"
         )
     if fields.get("kv_dtype") not in KV_DTYPES:
         raise StoreFormatError(f"{path} says to hold {fields.get('kv_dtype')!r}, expected one of {KV_DTYPES}")
-    return Manifest(FORMAT, fields["kv_dtype"], str(fields.get("lmdb")))
+    return Manifest(FORMAT, fields["kv_dtype"], str(fields.get("lmdb")), str(fields.get("key_id", "")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import TypeVar
 
 from pdllm_store.codec import Buffer
 from pdllm_store.table_store import TableStore
-from pdllm_store.tables import TABLES, Table, Tables
+from pdllm_store.tables import TABLES, Space, Table, Tables
 from pdllm_store.types import KVDtype
 
 T = TypeVar("T")
@@ -18,8 +19,11 @@ T = TypeVar("T")
 class MemoryStore(TableStore):
     """A `ChunkStore` whose contents end with it. Its path is ":memory:"."""
 
-    def __init__(self, *, kv_dtype: KVDtype = "bfloat16", verify_reads: bool = True) -> None:
+    def __init__(
+        self, *, kv_dtype: KVDtype = "bfloat16", max_bytes: int | None = None, verify_reads: bool = True
+    ) -> None:
         super().__init__(_Memory(), path=":memory:", kv_dtype=kv_dtype, verify_reads=verify_reads)
+        self.set_max_bytes(max_bytes)
 
 
 class _Memory:
@@ -47,8 +51,13 @@ class _Memory:
                         self._tables[table][key] = value
                 raise
 
-    def shrink(self, body: Callable[[Tables], T]) -> T:
-        return self.write(body)
+    @property
+    def read_only(self) -> bool:
+        return False
+
+    @property
+    def room_bytes(self) -> int:
+        return sys.maxsize
 
     def file_bytes(self) -> int:
         return 0
@@ -79,3 +88,7 @@ class _MemoryTables:
         found = self._tables[table]
         for key in sorted(key for key in found if key.startswith(prefix) and key > after):
             yield key, found[key]
+
+    def space(self) -> Space:
+        used = sum(len(key) + len(value) for table in self._tables.values() for key, value in table.items())
+        return Space(used, 0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-import torch
-
 from pdllm_store.types import (
     ChunkId,
     ChunkKV,
@@ -14,8 +12,10 @@ from pdllm_store.types import (
     ChunkRef,
     Document,
     DocumentInfo,
+    Fetched,
     KVDtype,
     ModelFingerprint,
+    Recompute,
     StoreStats,
 )
 
@@ -24,8 +24,9 @@ from pdllm_store.types import (
 class ChunkStore(Protocol):
     """Chunk KV under content ids, and documents that refer to them.
 
-    A document is visible only when every chunk it refers to is whole. Deleting a document deletes the chunks that
-    nobody else refers to. All methods may be called from several threads.
+    A document becomes visible only when every chunk it refers to is held: with whole KV, or with KV that was evicted
+    and can be computed again from the token ids. Deleting a document deletes the chunks that nobody else refers to.
+    All methods may be called from several threads.
     """
 
     @property
@@ -47,8 +48,22 @@ class ChunkStore(Protocol):
         """A number that every change of documents raises, read from the store itself (other processes count)."""
         ...
 
+    @property
+    def max_bytes(self) -> int | None:
+        """The cap of what the store occupies, in bytes, None for none. At the cap, the KV that was not used for the
+        longest time is evicted; a fifth of the cap, or half of it where space is fragmented, is kept free."""
+        ...
+
     def register(self, fingerprint: ModelFingerprint) -> None:
         """Remember a fingerprint, so that a store can name the models that it holds documents of.
+
+        Raises:
+            StoreMismatchError: the fingerprint's stored dtype is not the store's.
+        """
+        ...
+
+    def recompute_with(self, fingerprint: ModelFingerprint, recompute: Recompute | None) -> None:
+        """Let this handle compute chunks of a model again (see `fetch`); None ends that.
 
         Raises:
             StoreMismatchError: the fingerprint's stored dtype is not the store's.
@@ -71,6 +86,10 @@ class ChunkStore(Protocol):
         """The distinct ids without whole KV, in the order given."""
         ...
 
+    def evicted(self, chunk_ids: Sequence[ChunkId]) -> list[ChunkId]:
+        """Those of the missing ids whose KV gave way to others, in the order given."""
+        ...
+
     def load(self, chunk_id: ChunkId) -> ChunkKV:
         """One chunk's KV, decoded, [Y, T, G, D] each (bfloat16 for int8 stores).
 
@@ -80,12 +99,39 @@ class ChunkStore(Protocol):
         """
         ...
 
-    def load_into(self, chunk_id: ChunkId, k: torch.Tensor, v: torch.Tensor) -> None:
-        """As `load`, but into two tensors [Y, T, G, D] of any float dtype and stride, converted on the way."""
+    def load_into(self, chunk_ids: Sequence[ChunkId], out: Sequence[ChunkKV], *, layers: range | None = None) -> None:
+        """As `load`, but distinct chunks into given tensors, with several threads where that is faster.
+
+        Args:
+            out: tensors [Y, T, G, D] (with `layers` [len(layers), T, G, D]) of any float dtype, stride and device,
+                converted on the way. What an error leaves in them is undefined.
+            layers: consecutive layers to load; only their records are read.
+
+        Raises:
+            ChunkNotFoundError, RecordDamagedError: as `load`, for one of the chunks.
+            ValueError: a tensor has another shape, or the layers are none of the model.
+        """
+        ...
+
+    def fetch(self, chunk_ids: Sequence[ChunkId]) -> Fetched:
+        """KV of chunks, as `load` gives it; what is evicted, lost or damaged is computed again and written back.
+
+        Raises:
+            ChunkNotFoundError, RecordDamagedError: a chunk can be neither read nor computed again, because nobody put
+                it, its row is damaged, or its model has no `recompute_with` here.
+        """
+        ...
+
+    def prefetch(self, chunk_ids: Sequence[ChunkId]) -> None:
+        """Begin to bring the KV of chunks into memory, and return at once."""
+        ...
+
+    def touch(self, chunk_ids: Iterable[ChunkId]) -> None:
+        """Count chunks as used now, as reading them does."""
         ...
 
     def discard(self, chunk_ids: Iterable[ChunkId]) -> None:
-        """Drop the KV of chunks but keep their metas and references: they count as missing from now on."""
+        """Drop the KV of chunks, but keep the metas that documents refer to: they count as missing from now on."""
         ...
 
     def meta(self, chunk_id: ChunkId) -> ChunkMeta:
@@ -100,7 +146,8 @@ class ChunkStore(Protocol):
         """Make a document visible, replacing an earlier one of the same id; True if one was replaced.
 
         Raises:
-            ChunkNotFoundError: a chunk of it is missing (its ids are in `.chunk_ids`); nothing was changed.
+            ChunkNotFoundError: a chunk of it is missing and not evicted (the ids are in `.chunk_ids`); nothing was
+                changed.
             DocumentConflictError: the id is held by a document of another source; nothing was changed.
         """
         ...

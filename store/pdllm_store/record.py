@@ -24,7 +24,7 @@ import xxhash
 
 from pdllm_store.codec import Buffer, block_bytes, decode_into, encode_into
 from pdllm_store.errors import RecordDamagedError
-from pdllm_store.types import FORMAT, ID_BYTES, KV_DTYPES, KVDtype
+from pdllm_store.types import ID_BYTES, KV_DTYPES, RECORD_FORMAT, KVDtype
 
 MAGIC = b"PDKV"
 _PRELUDE = struct.Struct("<4sHH16sIIQQ")
@@ -87,7 +87,7 @@ def build(header: RecordHeader, k: torch.Tensor, v: torch.Tensor) -> bytearray:
     view[_PRELUDE.size : _PRELUDE.size + len(packed)] = packed
     encode_into(k, header.kv_dtype, view[data_start : data_start + n_block])
     encode_into(v, header.kv_dtype, view[v_start:])
-    _PRELUDE.pack_into(data, 0, MAGIC, FORMAT, 0, b"", len(packed), data_start, n_block, n_block)
+    _PRELUDE.pack_into(data, 0, MAGIC, RECORD_FORMAT, 0, b"", len(packed), data_start, n_block, n_block)
     view[8:_DIGESTED_FROM] = xxhash.xxh3_128_digest(view[_DIGESTED_FROM:])
     return data
 
@@ -109,8 +109,8 @@ def parse(data: Buffer, *, chunk_id: bytes, fingerprint: bytes, layer_start: int
     magic, format_, reserved, digest, n_header, data_start, n_k, n_v = _PRELUDE.unpack_from(view)
     if magic != MAGIC:
         raise _damaged(name, "magic", magic, MAGIC)
-    if format_ != FORMAT or reserved != 0:
-        raise _damaged(name, "format", (format_, reserved), (FORMAT, 0))
+    if format_ != RECORD_FORMAT or reserved != 0:
+        raise _damaged(name, "format", (format_, reserved), (RECORD_FORMAT, 0))
     if n_header > _MAX_HEADER_BYTES or data_start != _data_start(n_header):
         raise _damaged(name, "header length and data start", (n_header, data_start), "a consistent pair")
     n_expected = data_start + _padded(n_k) + n_v

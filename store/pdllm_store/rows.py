@@ -22,7 +22,8 @@ from pdllm_store.types import ID_BYTES, ChunkMeta, ChunkRef, Document, ModelFing
 OnDamage = Callable[[RecordDamagedError], None]  # told of each row that a listing has to leave out
 
 _SEAL_BYTES = 8
-_CHUNK = struct.Struct("<IIQ16sIi")
+_CHUNK = struct.Struct("<IIHHQQ16sIi")
+_USED = struct.Struct(">Q")
 _REF = struct.Struct("<16sQQI")
 _MAX_DEPTH = 64
 
@@ -31,11 +32,19 @@ class ChunkRow(NamedTuple):
     """A chunk without its KV. `n_groups` is 0 while no whole KV is held."""
 
     refcount: int  # references by visible documents
+    pins: int  # pinned documents among those
     n_groups: int
-    kv_bytes: int
+    group_layers: int  # layers of each group but the last, which may have fewer
+    kv_bytes: int  # still known after an eviction, 0 after KV was discarded
+    used_ms: int  # when the KV was written or last read, milliseconds since 1970
     fingerprint: bytes  # 16 bytes
     token_ids: bytes  # little-endian int32 [T]
     sketch: bytes | None  # little-endian float16
+
+    @property
+    def is_evicted(self) -> bool:
+        """KV was dropped for lack of room, and can be computed again from the token ids."""
+        return not self.n_groups and bool(self.kv_bytes)
 
     @property
     def n_tokens(self) -> int:
@@ -74,6 +83,16 @@ def kv_key(chunk_id: bytes, group: int) -> bytes:
     return chunk_id + struct.pack(">H", group)
 
 
+def lru_key(used_ms: int, chunk_id: bytes) -> bytes:
+    """Big-endian, so that chunks sort by their last use."""
+    return _USED.pack(used_ms) + chunk_id
+
+
+def parse_lru_key(key: bytes) -> tuple[int, bytes]:
+    """When a chunk was last used, and its id."""
+    return _USED.unpack_from(key)[0], key[_USED.size :]
+
+
 def seal(key: bytes, payload: bytes) -> bytes:
     return bytes(xxhash.xxh3_64_digest(key + payload)) + payload
 
@@ -96,21 +115,21 @@ def damaged(what: str, key: bytes, reason: str) -> RecordDamagedError:
 
 def pack_chunk(key: bytes, row: ChunkRow) -> bytes:
     n_sketch = -1 if row.sketch is None else len(row.sketch)
-    head = _CHUNK.pack(row.refcount, row.n_groups, row.kv_bytes, row.fingerprint, len(row.token_ids), n_sketch)
+    head = _CHUNK.pack(*row[:6], row.fingerprint, len(row.token_ids), n_sketch)
     return seal(key, head + row.token_ids + (row.sketch or b""))
 
 
 def unpack_chunk(key: bytes, value: Buffer) -> ChunkRow:
     payload = unseal("chunk", key, value)
     try:
-        refcount, n_groups, kv_bytes, fingerprint, n_tokens, n_sketch = _CHUNK.unpack_from(payload)
+        *counts, n_tokens, n_sketch = _CHUNK.unpack_from(payload)
     except struct.error as error:
         raise damaged("chunk", key, str(error)) from error
     if len(payload) != _CHUNK.size + n_tokens + max(n_sketch, 0) or n_tokens % 4 or n_sketch < -1:
         raise damaged("chunk", key, f"{len(payload)} bytes for {n_tokens} of tokens and {n_sketch} of sketch")
     tokens_end = _CHUNK.size + n_tokens
     sketch = None if n_sketch == -1 else payload[tokens_end:]
-    return ChunkRow(refcount, n_groups, kv_bytes, fingerprint, payload[_CHUNK.size : tokens_end], sketch)
+    return ChunkRow._make((*counts, payload[_CHUNK.size : tokens_end], sketch))
 
 
 def pack_ref(key: bytes, ref: ChunkRef) -> bytes:
@@ -155,20 +174,19 @@ def unpack_document(key: bytes, value: Buffer) -> DocumentRow:
     return row
 
 
-def pack_fingerprint(fingerprint: ModelFingerprint, n_documents: int) -> bytes:
-    return seal(fingerprint.digest, _pack([n_documents, asdict(fingerprint)]))
+def pack_fingerprint(fingerprint: ModelFingerprint) -> bytes:
+    return pack_map(fingerprint.digest, asdict(fingerprint))
 
 
-def unpack_fingerprint(key: bytes, value: Buffer) -> tuple[ModelFingerprint, int]:
-    """The fingerprint and the number of visible documents under it."""
-    n_documents, fields = _unpack("fingerprint", key, value, list, 2)
+def unpack_fingerprint(key: bytes, value: Buffer) -> ModelFingerprint:
+    fields = unpack_map("fingerprint", key, value)
     try:
         fingerprint = ModelFingerprint(**fields)
     except TypeError as error:
         raise damaged("fingerprint", key, str(error)) from error
     if fingerprint.digest != key:
         raise damaged("fingerprint", key, f"its fields digest to {fingerprint.digest.hex()}")
-    return fingerprint, n_documents
+    return fingerprint
 
 
 def pack_text(key: bytes, text: str) -> bytes:

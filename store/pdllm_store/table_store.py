@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-import torch
-
-from pdllm_store import chunks, documents
-from pdllm_store.counts import read_counts
-from pdllm_store.errors import ChunkNotFoundError, RecordDamagedError, StoreClosedError
+from pdllm_store import chunks, documents, eviction, loading
+from pdllm_store.capped import CappedWrites, Transactions
+from pdllm_store.counts import read_counts, recount, state_or_new
+from pdllm_store.errors import RecordDamagedError, StoreClosedError, StoreError
 from pdllm_store.fingerprints import check_dtype, fingerprints, register
+from pdllm_store.recomputing import Comparison, Recomputing
 from pdllm_store.tables import Tables
 from pdllm_store.types import (
     ChunkId,
@@ -23,40 +23,19 @@ from pdllm_store.types import (
     ChunkRef,
     Document,
     DocumentInfo,
+    Fetched,
     KVDtype,
     ModelFingerprint,
+    ModelStats,
+    Recompute,
     StoreStats,
 )
 from pdllm_store.verification import Progress, VerifyReport, verify
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 S = TypeVar("S", bound="TableStore")
 _PAGE_ROWS = 512  # rows of one short read transaction
-
-
-class Transactions(Protocol):
-    """All-or-nothing access to the tables; safe to use from several threads."""
-
-    def read(self) -> AbstractContextManager[Tables]:
-        """One snapshot of all tables. No other transaction of this thread may begin inside."""
-        ...
-
-    def write(self, body: Callable[[Tables], T], *, needed: int = 0) -> T:
-        """Run `body` in a write transaction, kept whole if it returns and dropped whole if it raises.
-
-        `needed` is the number of bytes that it writes, for the message of StoreFullError.
-        """
-        ...
-
-    def shrink(self, body: Callable[[Tables], T]) -> T:
-        """As `write`, for a body that frees more than it takes: it may go beyond the cap for a moment."""
-        ...
-
-    def file_bytes(self) -> int: ...
-
-    def close(self) -> None: ...
 
 
 class TableStore:
@@ -67,8 +46,11 @@ class TableStore:
         self._path = path
         self._kv_dtype: KVDtype = kv_dtype
         self._verify_reads = verify_reads
+        self._counters: Counter[str] = Counter()
         self._counters_lock = threading.Lock()
-        self._hits = self._misses = self._damaged = 0
+        self._workers = loading.Workers()
+        self._recomputing = Recomputing(kv_dtype)
+        self._capped = CappedWrites(transactions, path=path)
 
     def __enter__(self: S) -> S:
         return self
@@ -97,44 +79,117 @@ class TableStore:
     @property
     def generation(self) -> int:
         with self._transactions.read() as tables:
-            return read_counts(tables).generation
+            return state_or_new(tables).generation
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The cap of the file in bytes, remembered by the store; None for no cap."""
+        with self._transactions.read() as tables:
+            return self._writes.cap(tables)
+
+    def set_max_bytes(self, max_bytes: int | None) -> None:
+        """Change the cap of the file for everybody, now and later; a file beyond it shrinks in `compact` only.
+
+        Raises:
+            ValueError: the cap is below 1 MiB.
+        """
+        eviction.check_max_bytes(max_bytes)
+        if max_bytes != self.max_bytes:
+                self._writes.write(lambda tables: eviction.write_max_bytes(tables, max_bytes))
 
     def register(self, fingerprint: ModelFingerprint) -> None:
         check_dtype(fingerprint, self._kv_dtype)
-        self._transactions.write(lambda tables: register(tables, fingerprint))
+        with self._transactions.read() as tables:
+            if fingerprint in fingerprints(tables, self._on_damage):
+                return
+        self._writes.write(lambda tables: register(tables, fingerprint), needed=eviction.written_bytes([1024]))
+
+    def recompute_with(self, fingerprint: ModelFingerprint, recompute: Recompute | None) -> None:
+        check_dtype(fingerprint, self._kv_dtype)
+        self._recomputing.use(fingerprint, recompute)
 
     def fingerprints(self) -> list[ModelFingerprint]:
         with self._transactions.read() as tables:
-            return [fingerprint for fingerprint, _ in fingerprints(tables, self._on_damage)]
+            return fingerprints(tables, self._on_damage)
 
     def put(self, fingerprint: ModelFingerprint, items: Iterable[tuple[ChunkMeta, ChunkKV]]) -> int:
         check_dtype(fingerprint, self._kv_dtype)
+        now_ms = eviction.now_ms()
         encoded: dict[ChunkId, chunks.EncodedChunk] = {}
         for meta, kv in items:
             chunks.check_chunk(fingerprint, meta, kv)
             if meta.chunk_id not in encoded and self.missing([meta.chunk_id]):
-                encoded[meta.chunk_id] = chunks.encode_chunk(fingerprint, meta, kv)
+                encoded[meta.chunk_id] = chunks.encode_chunk(fingerprint, meta, kv, now_ms=now_ms)
 
         def body(tables: Tables) -> int:
             register(tables, fingerprint)
             return chunks.put_chunks(tables, list(encoded.values()))
 
-        return self._transactions.write(body, needed=sum(chunk.row.kv_bytes for chunk in encoded.values()))
+        sizes = [len(data) for chunk in encoded.values() for data in chunk.records]
+        sizes += [len(chunk.row.token_ids) + len(chunk.row.sketch or b"") for chunk in encoded.values()]
+        return self._writes.write(body, needed=eviction.written_bytes(sizes))
 
     def missing(self, chunk_ids: Sequence[ChunkId]) -> list[ChunkId]:
         with self._transactions.read() as tables:
             return chunks.missing(tables, chunk_ids)
 
-    def load(self, chunk_id: ChunkId) -> ChunkKV:
-        return self._counted(lambda tables: chunks.load(tables, chunk_id, verify=self._verify_reads))
+    def evicted(self, chunk_ids: Sequence[ChunkId]) -> list[ChunkId]:
+        with self._transactions.read() as tables:
+            return chunks.evicted(tables, chunk_ids)
 
-    def load_into(self, chunk_id: ChunkId, k: torch.Tensor, v: torch.Tensor) -> None:
-        kv = ChunkKV(k, v)
-        self._counted(lambda tables: chunks.load_into(tables, chunk_id, kv, verify=self._verify_reads))
+    def load(self, chunk_id: ChunkId) -> ChunkKV:
+        kv, failures = self._load([chunk_id], {})
+        for error in failures.values():
+            raise error
+        return kv[chunk_id]
+
+    def load_into(self, chunk_ids: Sequence[ChunkId], out: Sequence[ChunkKV], *, layers: range | None = None) -> None:
+        if len(chunk_ids) != len(out) or len(set(chunk_ids)) < len(chunk_ids):
+            raise ValueError(f"{len(set(chunk_ids))} distinct chunks of {len(chunk_ids)} for {len(out)} places")
+        _, failures = self._load(chunk_ids, dict(zip(chunk_ids, out, strict=True)), layers=layers)
+        for error in failures.values():
+            raise error
+
+    def fetch(self, chunk_ids: Sequence[ChunkId]) -> Fetched:
+        chunk_ids = list(dict.fromkeys(chunk_ids))
+        kv, failures = self._load(chunk_ids, {})
+        if not failures:
+            return Fetched(kv, frozenset())
+        with self._recomputing.lock:
+            faster, failures = self._load(list(failures), {}, counted=False)  # another thread's work
+            found = self._recomputing.run(failures, read=self._transactions.read, put=self.put, discard=self.discard)
+        self._count(recomputed=len(found))
+        kv |= faster | found
+        return Fetched({chunk_id: kv[chunk_id] for chunk_id in chunk_ids}, frozenset(found))
+
+    def prefetch(self, chunk_ids: Sequence[ChunkId]) -> None:
+        self._check_open()
+        wanted = list(dict.fromkeys(chunk_ids))
+        self._workers.later(lambda: loading.touch_pages(self._transactions.read, wanted))
+
+    def touch(self, chunk_ids: Iterable[ChunkId]) -> None:
+        self._writes.note_use(chunk_ids)
 
     def discard(self, chunk_ids: Iterable[ChunkId]) -> None:
         chunk_ids = list(chunk_ids)
-        self._transactions.shrink(lambda tables: chunks.discard(tables, chunk_ids))
+        self._writes.write(lambda tables: chunks.discard(tables, chunk_ids))
+
+    def evict(self, *, n_bytes: int | None = None, unused_for_s: float = 0.0) -> int:
+        """Drop the KV of chunks that were not used for the longest time, but for pinned documents.
+
+        Args:
+            n_bytes: about so many, None for all that the other limit allows.
+            unused_for_s: only what was not used for so many seconds.
+
+        Returns the number of chunks; they are computed again when they are needed.
+        """
+        before_ms = eviction.now_ms() - int(unused_for_s * 1000)
+
+        def body(tables: Tables) -> int:
+            done = eviction.evict(tables, n_bytes, used_before_ms=before_ms, partly=True)
+            return done.n_chunks if done else 0
+
+        return self._writes.write(body)
 
     def meta(self, chunk_id: ChunkId) -> ChunkMeta:
         with self._transactions.read() as tables:
@@ -161,14 +216,19 @@ class TableStore:
     def add_document(self, fingerprint: ModelFingerprint, document: Document) -> bool:
         check_dtype(fingerprint, self._kv_dtype)
         documents.check_document(document)
-        return self._transactions.write(lambda tables: documents.add(tables, fingerprint, document))
+        sizes = [4 * len(document.text), 4096, *[64] * len(document.chunks)]
+        needed = eviction.written_bytes(sizes)
+        return self._writes.write(lambda tables: documents.add(tables, fingerprint, document), needed=needed)
 
     def delete_document(self, fingerprint: ModelFingerprint, doc_id: str) -> bool:
-        return self._transactions.shrink(lambda tables: documents.delete(tables, fingerprint, doc_id))
+        return self._writes.write(lambda tables: documents.delete(tables, fingerprint, doc_id))
 
-    def set_pinned(self, fingerprint: ModelFingerprint, doc_id: str, *, pinned: bool) -> None:
-        """Mark a document as one to keep. Raises DocumentNotFoundError."""
-        self._transactions.write(lambda tables: documents.set_pinned(tables, fingerprint, doc_id, pinned=pinned))
+    def set_pinned(self, fingerprint: ModelFingerprint, doc_id: str, *, pinned: bool) -> bool:
+        """Keep a document's KV from eviction, or no longer; True if that changed anything.
+
+        Raises DocumentNotFoundError.
+        """
+        return self._writes.write(lambda tables: documents.set_pinned(tables, fingerprint, doc_id, pinned=pinned))
 
     def documents(self, fingerprint: ModelFingerprint) -> list[DocumentInfo]:
         """As the protocol says; a document with a damaged row is left out, logged and counted."""
@@ -187,34 +247,68 @@ class TableStore:
     def stats(self) -> StoreStats:
         transactions = self._transactions
         with transactions.read() as tables:
-            counts = read_counts(tables)
-            by_model = {model.digest.hex(): n for model, n in fingerprints(tables, self._on_damage)}
+            state, space, cap = state_or_new(tables), tables.space(), self._writes.cap(tables)
+            try:
+                by_model = read_counts(tables)
+            except RecordDamagedError as error:
+                self._on_damage(error)
+                by_model = recount(tables)
+            known = {fingerprint.digest for fingerprint in fingerprints(tables, self._on_damage)}
+        total = ModelStats(*(sum(column) for column in zip(ModelStats(), *by_model.values(), strict=True)))
         with self._counters_lock:
-            hits, misses, damaged = self._hits, self._misses, self._damaged
+            counters = dict(self._counters)
         return StoreStats(
             path=self._path,
             kv_dtype=self._kv_dtype,
-            documents=counts.documents,
-            chunks=counts.chunks,
-            orphans=counts.orphans,
-            tokens=counts.tokens,
-            kv_bytes=counts.kv_bytes,
+            **total._asdict(),
+            used_bytes=space.used_bytes,
+            free_bytes=space.free_bytes,
             file_bytes=transactions.file_bytes(),
-            fingerprints=by_model,
-            generation=counts.generation,
-            hits=hits,
-            misses=misses,
-            damaged=damaged,
+            max_bytes=cap,
+            evictions=state.evictions,
+            generation=state.generation,
+            hits=counters.get("hits", 0),
+            misses=counters.get("misses", 0),
+            damaged=counters.get("damaged", 0),
+            recomputed=counters.get("recomputed", 0),
+            fingerprints={key.hex(): by_model.get(key, ModelStats()) for key in sorted(known | set(by_model))},
         )
 
-    def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """Read and check everything; `progress` is told (chunks done, chunks in all) between transactions."""
-        return verify(self._transactions, progress)
+    def verify(self, progress: Progress | None = None, *, recompute_share: float = 0.0, seed: int = 0) -> VerifyReport:
+        """Read and check everything, with several threads.
+
+        Args:
+            progress: told (chunks done, chunks in all) between transactions.
+            recompute_share: part of the sound chunks, 0 to 1, that is encoded again and compared; it needs a
+                `recompute_with` for their model, and finds records that are sound but not their model's.
+            seed: of the sample.
+
+        Raises:
+            ValueError: a share outside [0, 1], or one above 0 without any `recompute_with`.
+        """
+        read = self._transactions.read
+
+        def compare(sound: Sequence[ChunkId]) -> Comparison:
+            return self._recomputing.compare(sound, share=recompute_share, seed=seed, read=read, load=self.load)
+
+        return verify(read, self._workers, progress, compare)
 
     def close(self) -> None:
+        if self._transactions_or_none is None:
+            return
+        self._workers.close()
+        try:
+            self._writes.write_uses()
+        except StoreError as error:
+            logger.warning("%s: the order of use was not written: %s", self._path, error)
         transactions, self._transactions_or_none = self._transactions_or_none, None
         if transactions is not None:
             transactions.close()
+
+    @property
+    def _writes(self) -> CappedWrites:
+        self._check_open()
+        return self._capped
 
     @property
     def _transactions(self) -> Transactions:
@@ -225,22 +319,28 @@ class TableStore:
             raise StoreClosedError(f"the store {self._path} was closed; open it again")
         return self._transactions_or_none
 
-    def _counted(self, body: Callable[[Tables], T]) -> T:
-        try:
-            with self._transactions.read() as tables:
-                result = body(tables)
-        except ChunkNotFoundError:
-            with self._counters_lock:
-                self._misses += 1
-            raise
-        except RecordDamagedError as error:
-            self._on_damage(error)
-            raise
+    def _load(
+        self,
+        chunk_ids: Sequence[ChunkId],
+        out: Mapping[ChunkId, ChunkKV],
+        *,
+        layers: range | None = None,
+        counted: bool = True,
+    ) -> tuple[dict[ChunkId, ChunkKV], dict[ChunkId, loading.Failure]]:
+        read = self._transactions.read
+        kv, failures = loading.load(read, self._workers, chunk_ids, out, layers=layers, verify=self._verify_reads)
+        if counted:
+            damaged = [error for error in failures.values() if isinstance(error, RecordDamagedError)]
+            for error in damaged:
+                self._on_damage(error)
+            self._count(hits=len(kv), misses=len(failures) - len(damaged))
+        self._writes.note_use(kv)
+        return kv, failures
+
+    def _count(self, **changes: int) -> None:
         with self._counters_lock:
-            self._hits += 1
-        return result
+            self._counters.update(changes)
 
     def _on_damage(self, error: RecordDamagedError) -> None:
-        with self._counters_lock:
-            self._damaged += 1
+        self._count(damaged=1)
         logger.warning("%s: %s", self._path, error)

@@ -1,14 +1,21 @@
-"""The seam between what a store means and where its bytes lie: seven ordered tables inside one transaction."""
+"""The seam between what a store means and where its bytes lie: nine ordered tables inside one transaction."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from pdllm_store.codec import Buffer
 
-Table = Literal["manifest", "fingerprints", "documents", "refs", "texts", "metas", "kv"]
+Table = Literal["manifest", "fingerprints", "counts", "documents", "refs", "texts", "metas", "kv", "lru"]
 TABLES: tuple[Table, ...] = get_args(Table)
+
+
+class Space(NamedTuple):
+    """Where the bytes of a file are, when the transaction began."""
+
+    used_bytes: int  # pages in use
+    free_bytes: int  # pages of the file that can be used again
 
 
 class Tables(Protocol):
@@ -28,3 +35,5 @@ class Tables(Protocol):
     def scan(self, table: Table, prefix: bytes = b"", *, after: bytes = b"") -> Iterator[tuple[bytes, Buffer]]:
         """Entries whose key starts with `prefix` and sorts behind `after`, in order; no writes meanwhile."""
         ...
+
+    def space(self) -> Space: ...

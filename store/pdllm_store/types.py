@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 ChunkId = bytes  # 16 bytes of BLAKE3
 KVDtype = Literal["bfloat16", "float32", "int8"]
 KV_DTYPES: tuple[KVDtype, ...] = ("bfloat16", "float32", "int8")
-FORMAT = 1  # raised whenever a stored byte changes its meaning
+FORMAT = 2  # of the store: raised whenever a table changes
+RECORD_FORMAT = 1  # of KV records, and part of every chunk id: raised whenever a byte of one changes its meaning
 
 ID_BYTES = 16
 
@@ -39,7 +40,7 @@ class ModelFingerprint:
     kv_dtype: KVDtype
     bos_id: int
     prefill_mask: str  # "bidirectional" or "block-causal-<n>"
-    format: int = FORMAT
+    format: int = RECORD_FORMAT
 
     @cached_property
     def digest(self) -> bytes:
@@ -130,19 +131,47 @@ class DocumentInfo(NamedTuple):
     metadata: Mapping[str, Any]
 
 
+# Encodes chunks again from their token ids, in batches of its own choice.
+Recompute = Callable[[Sequence[ChunkMeta]], Iterable[Sequence[tuple[ChunkMeta, ChunkKV]]]]
+
+
+class Fetched(NamedTuple):
+    """KV of the chunks asked for, and which of them had to be computed again."""
+
+    kv: dict[ChunkId, ChunkKV]
+    recomputed: frozenset[ChunkId]
+
+
+class ModelStats(NamedTuple):
+    """What a store holds under one fingerprint."""
+
+    documents: int = 0
+    chunks: int = 0  # distinct chunks with whole KV
+    orphans: int = 0  # those of them that no document refers to (left by an interrupted prefill)
+    evicted: int = 0  # chunks of documents whose KV gave way to others: computed again when they are needed
+    tokens: int = 0  # of chunks with whole KV
+    kv_bytes: int = 0  # KV record bytes
+
+
 class StoreStats(NamedTuple):
-    """Figures of one store. Counters run since this handle was opened; the rest is read from disk."""
+    """Figures of one store. What is marked so is counted by this handle since it was opened; the rest is on disk."""
 
     path: str
     kv_dtype: KVDtype
     documents: int
-    chunks: int  # distinct chunks with whole KV
-    orphans: int  # chunks that no document refers to (left by an interrupted prefill)
+    chunks: int
+    orphans: int
+    evicted: int
     tokens: int
-    kv_bytes: int  # live KV record bytes
-    file_bytes: int  # bytes that the environment really occupies on disk
-    fingerprints: Mapping[str, int]  # hex digest -> documents
+    kv_bytes: int
+    used_bytes: int  # pages in use: KV, texts, token ids and trees
+    free_bytes: int  # pages of the file that later writes use again
+    file_bytes: int  # what the environment really occupies on disk
+    max_bytes: int | None  # cap of the file
+    evictions: int  # chunks that the cap or `evict` has cost, since the store was made
     generation: int  # raised by every change of documents
-    hits: int
-    misses: int
-    damaged: int
+    hits: int  # of this handle: chunks loaded
+    misses: int  # of this handle: chunks asked for without KV
+    damaged: int  # of this handle: records and rows that failed their check
+    recomputed: int  # of this handle: chunks computed again
+    fingerprints: Mapping[str, ModelStats]  # by hex digest

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import blake3
 
-from pdllm_store import chunks
-from pdllm_store.counts import Counts, read_counts, recount
+from pdllm_store import chunks, loading
+from pdllm_store.counts import read_counts, read_state, recount
 from pdllm_store.errors import RecordDamagedError, StoreClosedError, StoreError
-from pdllm_store.rows import ChunkRow, unpack_document, unpack_fingerprint, unpack_ref, unpack_text
+from pdllm_store.loading import Read, Workers
+from pdllm_store.recomputing import Comparison
+from pdllm_store.rows import unpack_document, unpack_fingerprint, unpack_ref, unpack_text
 from pdllm_store.tables import Tables
 from pdllm_store.types import ID_BYTES, ChunkId
 
@@ -28,84 +30,105 @@ class VerifyReport(NamedTuple):
     damaged: list[ChunkId]  # discard them and prefill their documents again
     missing: list[ChunkId]  # referred to by a document, without KV: prefill the document again
     problems: list[str]  # one sentence each, for everything else
+    n_evicted: int  # chunks whose KV gave way to others; nothing is wrong with them
+    n_compared: int  # chunks that were computed again
+    differing: list[ChunkId]  # those of them that are stored otherwise: discard them
 
     @property
     def ok(self) -> bool:
-        return not (self.damaged or self.missing or self.problems)
+        return not (self.damaged or self.missing or self.problems or self.differing)
 
 
-class _Readable(Protocol):
-    def read(self) -> AbstractContextManager[Tables]: ...
+def verify(
+    read: Read, workers: Workers, progress: Progress | None, compare: Callable[[list[ChunkId]], Comparison]
+) -> VerifyReport:
+    """Check every record, row and reference; other threads and processes may go on working.
 
-
-def verify(transactions: _Readable, progress: Progress | None) -> VerifyReport:
-    """Check every record, row and reference; other threads and processes may go on working."""
+    Args:
+        compare: computes a sample of these sound chunks again.
+    """
+    sound: list[ChunkId] = []
     damaged: list[ChunkId] = []
     missing: list[ChunkId] = []
     problems: list[str] = []
-    n_chunks = n_documents = 0
+    comparison = Comparison(0, [])
+    n_chunks = n_documents = n_evicted = 0
     try:
-        n_chunks = _check_chunks(transactions, damaged, progress)
-        with transactions.read() as tables:
-            refcounts = Counter(_check_refs(tables, problems))
+        n_chunks = _check_chunks(read, workers, sound, damaged, progress)
+        with read() as tables:
+            refcounts = chunks.count_references(tables)
+            _check_refs(tables, problems)
             n_documents = _check_documents(tables, problems)
-            _check_rows(tables, refcounts, missing, problems)
+            n_evicted = _check_rows(tables, refcounts, missing, problems)
             _check_totals(tables, problems)
+        comparison = compare(sound)
     except StoreClosedError:
         raise
     except StoreError as error:
         problems.append(f"the rest could not be read: {error}")
-    return VerifyReport(n_chunks, n_documents, damaged, missing, problems)
+    return VerifyReport(n_chunks, n_documents, sorted(damaged), missing, problems, n_evicted, *comparison)
 
 
-def _check_chunks(transactions: _Readable, damaged: list[ChunkId], progress: Progress | None) -> int:
-    with transactions.read() as tables:
-        n_all = sum(1 for _ in tables.scan("metas"))
-    after, n_done = b"", 0
-    while True:
-        with transactions.read() as tables:
-            page = list(chunks.page_of_rows(tables, after, _PAGE_CHUNKS))
-            damaged += [chunk_id for chunk_id, row in page if not _is_sound(tables, chunk_id, row)]
-        if not page:
-            return n_done
-        after = page[-1][0]
-        n_done += len(page)
-        if progress is not None:
-            progress(n_done, max(n_done, n_all))
+def _check_chunks(
+    read: Read, workers: Workers, sound: list[ChunkId], damaged: list[ChunkId], progress: Progress | None
+) -> int:
+    with read() as tables:
+        ids = [key for key, _ in tables.scan("metas")]
+    pages = deque(ids[start : start + _PAGE_CHUNKS] for start in range(0, len(ids), _PAGE_CHUNKS))
+    n_done = 0
+    telling = threading.Lock()
+
+    def check(_worker: int) -> None:
+        nonlocal n_done
+        while True:
+            try:
+                page = pages.popleft()
+            except IndexError:
+                return
+            with read() as tables:
+                for chunk_id in page:
+                    if (is_sound := _is_sound(tables, chunk_id)) is not None:
+                        (sound if is_sound else damaged).append(chunk_id)
+            with telling:
+                n_done += len(page)
+                if progress is not None:
+                    progress(n_done, len(ids))
+
+    workers.map(check, range(workers.n_threads))
+    return len(ids)
 
 
-def _is_sound(tables: Tables, chunk_id: ChunkId, row: ChunkRow | RecordDamagedError) -> bool:
-    if isinstance(row, RecordDamagedError):
-        return False
-    if blake3.blake3(row.fingerprint + row.token_ids).digest(ID_BYTES) != chunk_id:
-        return False
+def _is_sound(tables: Tables, chunk_id: ChunkId) -> bool | None:
+    """None for a chunk without KV, or one that was deleted meanwhile."""
     try:
-        if row.n_groups:
-            chunks.check(tables, chunk_id)
+        row = chunks.chunk_row(tables, chunk_id)
+        if row is None:
+            return None
+        if blake3.blake3(row.fingerprint + row.token_ids).digest(ID_BYTES) != chunk_id:
+            return False
+        if not row.n_groups:
+            return None
+        loading.check(tables, chunk_id)
     except RecordDamagedError:
         return False
     return True
 
 
-def _check_refs(tables: Tables, problems: list[str]) -> Iterator[ChunkId]:
-    """The chunk of every reference that is whole."""
+def _check_refs(tables: Tables, problems: list[str]) -> None:
     for key, value in tables.scan("refs"):
         try:
-            ref = unpack_ref(key, value, "")
+            unpack_ref(key, value, "")
         except RecordDamagedError as error:
             problems.append(str(error))
             continue
         if tables.get("documents", key[: 2 * ID_BYTES]) is None:
             problems.append(f"reference {key.hex()} belongs to no document; run `compact`")
-        yield ref.chunk_id
 
 
 def _check_documents(tables: Tables, problems: list[str]) -> int:
     n_documents = 0
-    counted: Counter[bytes] = Counter()
     for key, value in tables.scan("documents"):
         n_documents += 1
-        counted[key[:ID_BYTES]] += 1
         try:
             row = unpack_document(key, value)
             text = tables.get("texts", key)
@@ -121,36 +144,47 @@ def _check_documents(tables: Tables, problems: list[str]) -> int:
             problems.append(f"document {row.doc_id!r} has {n_refs} references instead of {row.n_chunks}; add it again")
     for digest, value in tables.scan("fingerprints"):
         try:
-            n_said = unpack_fingerprint(digest, value)[1]
+            unpack_fingerprint(digest, value)
         except RecordDamagedError as error:
             problems.append(str(error))
-            continue
-        if n_said != (n_counted := counted[digest]):
-            problems.append(f"fingerprint {digest.hex()} says {n_said} documents, there are {n_counted}; run `compact`")
     return n_documents
 
 
-def _check_rows(tables: Tables, refcounts: Counter[ChunkId], missing: list[ChunkId], problems: list[str]) -> None:
+def _check_rows(
+    tables: Tables, references: Mapping[ChunkId, tuple[int, int]], missing: list[ChunkId], problems: list[str]
+) -> int:
+    """The number of evicted chunks."""
     held = set()
+    in_order: set[bytes] = set()
+    n_evicted = 0
     for chunk_id, row in chunks.page_of_rows(tables, b"", -1):
         held.add(chunk_id)
         if isinstance(row, RecordDamagedError):
             continue
-        if row.refcount != refcounts[chunk_id]:
+        counted = references.get(chunk_id, (0, 0))
+        if (row.refcount, row.pins) != counted:
             problems.append(
-                f"chunk {chunk_id.hex()} says {row.refcount} references, there are {refcounts[chunk_id]}; run `compact`"
+                f"chunk {chunk_id.hex()} says {(row.refcount, row.pins)} references and pins, there are {counted}; "
+                "run `compact`"
             )
-        if not row.n_groups and refcounts[chunk_id]:
+        if entry := chunks.lru_entry(chunk_id, row):
+            in_order.add(entry)
+        n_evicted += row.is_evicted
+        if not row.n_groups and not row.is_evicted and counted[0]:
             missing.append(chunk_id)
-    missing += sorted(refcounts.keys() - held)
+    missing += sorted(references.keys() - held)
     strays = {key[:ID_BYTES] for key, _ in tables.scan("kv")} - held
     problems += [f"KV of {chunk_id.hex()} belongs to no chunk; run `compact`" for chunk_id in sorted(strays)]
+    wrong = in_order ^ {key for key, _ in tables.scan("lru")}
+    problems += [f"the order of use is wrong at {key.hex()}; run `compact`" for key in sorted(wrong)]
+    return n_evicted
 
 
 def _check_totals(tables: Tables, problems: list[str]) -> None:
     counted = recount(tables)
     try:
-        said: Counts | None = read_counts(tables)
+        read_state(tables)
+        said = {key: counts for key, counts in read_counts(tables).items() if any(counts)}
     except RecordDamagedError as error:
         problems.append(str(error))
         return

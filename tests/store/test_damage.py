@@ -72,7 +72,7 @@ def test_damaged_kv_is_never_handed_out(store: TableStore, harm: str, caplog: py
         store._transactions.write(lambda tables: tables.delete("kv", first))
     k = torch.full((3, 5, 2, 4), 7.0)
     with caplog.at_level(logging.WARNING), pytest.raises(RecordDamagedError):
-        store.load_into(metas[0].chunk_id, k, k.clone())
+        store.load_into([metas[0].chunk_id], [ChunkKV(k, k.clone())])
     with pytest.raises(RecordDamagedError):
         store.load(metas[0].chunk_id)
     assert bool((k == 7).all())
@@ -186,7 +186,7 @@ def test_lost_rows_are_named_by_verify(store: TableStore) -> None:
     report = store.verify()
     assert sorted(report.missing) == sorted(meta.chunk_id for meta in metas[:2])
     text = "\n".join(report.problems)
-    for expected in ("lost its text", "2 references instead of 3", "belongs to no chunk", "totals say", "says 1 ref"):
+    for expected in ("lost its text", "2 references instead of 3", "belongs to no chunk", "totals say", "says (1, 0) ref"):
         assert expected in text
     with pytest.raises(RecordDamagedError, match="absent"):
         store.document(FINGERPRINT, "a")
@@ -195,15 +195,17 @@ def test_lost_rows_are_named_by_verify(store: TableStore) -> None:
 def test_damaged_totals_and_fingerprints_are_counted_anew(store: TableStore) -> None:
     add_chunks(store, FINGERPRINT, "a", [1, 2])
     generation = store.generation
-    change(store, "manifest", b"counts", flip_last)
+    before = store.stats()
+    change(store, "manifest", b"state", flip_last)
+    change(store, "counts", FINGERPRINT.digest, flip_last)
     change(store, "fingerprints", FINGERPRINT.digest, flip_last)
     assert len(store.verify().problems) == 2
-    with pytest.raises(RecordDamagedError):
-        store.stats()
+    assert store.stats().fingerprints == before.fingerprints
+    assert store.stats().damaged > before.damaged
     add_chunks(store, FINGERPRINT, "b", [2, 3])
     stats = store.stats()
     assert (stats.documents, stats.chunks, stats.orphans, stats.tokens) == (2, 3, 0, 15)
-    assert stats.fingerprints == {FINGERPRINT.digest.hex(): 2}
+    assert {digest: model.documents for digest, model in stats.fingerprints.items()} == {FINGERPRINT.digest.hex(): 2}
     assert store.generation > generation
     assert store.verify().ok
 
@@ -214,7 +216,7 @@ def test_verify_counts_and_reports_its_progress(store: TableStore) -> None:
     seen: list[tuple[int, int]] = []
     report = store.verify(lambda done, total: seen.append((done, total)))
     assert (report.checked_chunks, report.checked_documents, report.ok) == (40, 2, True)
-    assert seen == [(32, 40), (40, 40)]
+    assert seen in ([(32, 40), (40, 40)], [(8, 40), (40, 40)])  # two pages, by one thread or two
 
 
 @pytest.mark.parametrize("keep", [0.9, 0.5, 0.2])

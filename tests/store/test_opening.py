@@ -21,7 +21,7 @@ from pdllm_store import (
     StoreMismatchError,
     StoreNotFoundError,
 )
-from pdllm_store.location import file_system_type, refuse_network_file_system
+from pdllm_store.location import check_file_system, file_system_type
 from pdllm_store.rows import pack_map
 from pdllm_store.testing import add_chunks, make_document, random_chunk, tiny_fingerprint
 
@@ -116,9 +116,9 @@ def test_a_data_file_that_is_no_lmdb_is_refused(tmp_path: Path, content: bytes) 
 
 def test_a_store_of_another_format_is_refused(tmp_path: Path) -> None:
     with LMDBStore.open(tmp_path) as store:
-        manifest = pack_map(b"manifest", {"format": 2, "kv_dtype": "fp4"})
+        manifest = pack_map(b"manifest", {"format": 3, "kv_dtype": "fp4"})
         store._transactions.write(lambda tables: tables.put("manifest", b"manifest", manifest))
-    with pytest.raises(StoreFormatError, match="format 2"):
+    with pytest.raises(StoreFormatError, match="format 3.*format 2"):
         LMDBStore.open(tmp_path)
 
 
@@ -194,17 +194,25 @@ def test_network_file_systems_are_refused(tmp_path: Path, kind: str, refused: bo
     assert file_system_type(str(tmp_path / "a b c"), mounts=str(mounts)) == "ext4"
     assert file_system_type("/", mounts=str(tmp_path / "none")) is None
     if refused:
-        with pytest.raises(StoreError, match=rf"network file system \({kind}\).*force=True"):
-            refuse_network_file_system(str(folder / "s"), mounts=str(mounts))
+        with pytest.raises(StoreError, match=rf"network file system \({kind}\).*read_only=True and force=True"):
+            check_file_system(str(folder / "s"), forced_read_only=False, mounts=str(mounts))
+        assert not check_file_system(str(folder / "s"), forced_read_only=True, mounts=str(mounts))
     else:
-        refuse_network_file_system(str(folder / "s"), mounts=str(mounts))
+        assert check_file_system(str(folder / "s"), forced_read_only=False, mounts=str(mounts))
 
 
-def test_force_opens_what_would_be_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_file_system_is_read_only_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LMDBStore.open(tmp_path / "s") as store:
+        (meta,) = add_chunks(store, FINGERPRINT, "d", [1])
+        expected = store.load(meta.chunk_id).k
     monkeypatch.setattr("pdllm_store.location.file_system_type", lambda *_args, **_kwargs: "nfs")
-    with pytest.raises(StoreError, match="nfs"):
-        LMDBStore.open(tmp_path / "s")
-    LMDBStore.open(tmp_path / "s", force=True).close()
+    for options in ({}, {"force": True}, {"read_only": True}):
+        with pytest.raises(StoreError, match="nfs"):
+            LMDBStore.open(tmp_path / "s", **options)
+    with LMDBStore.open(tmp_path / "s", read_only=True, force=True) as store:
+        assert torch.equal(store.load(meta.chunk_id).k, expected)
+        with pytest.raises(StoreError, match="read-only"):
+            store.delete_document(FINGERPRINT, "d")
 
 
 def test_a_store_that_was_removed_while_open_is_not_taken_for_the_new_one(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ FINGERPRINT = tiny_fingerprint()
 KEY = bytes(range(16))
 DOCUMENT_KEY = r.document_key(FINGERPRINT.digest, "d")
 REF_KEY = r.ref_key(DOCUMENT_KEY, 7)
-CHUNK = r.ChunkRow(3, 2, 4096, bytes(16), bytes(8), bytes(4))
+CHUNK = r.ChunkRow(3, 1, 2, 15, 4096, 1_700_000_000_000, bytes(16), bytes(8), bytes(4))
 DOCUMENT = make_document("d", [], metadata={"a": [1, "ü"]})
 
 # name -> key, packed row, what reads it, what it must give
@@ -38,12 +38,7 @@ ROWS: dict[str, tuple[bytes, bytes, Callable[[bytes, bytes], Any], Any]] = {
         r.unpack_document,
         r.DocumentRow("d", "/src/d", bytes(16), "recipe-1", 0, 0, True, {"a": [1, "ü"]}),
     ),
-    "fingerprint": (
-        FINGERPRINT.digest,
-        r.pack_fingerprint(FINGERPRINT, 5),
-        r.unpack_fingerprint,
-        (FINGERPRINT, 5),
-    ),
+    "fingerprint": (FINGERPRINT.digest, r.pack_fingerprint(FINGERPRINT), r.unpack_fingerprint, FINGERPRINT),
     "text": (KEY, r.pack_text(KEY, "é\ud800"), r.unpack_text, "é\ud800"),
 }
 

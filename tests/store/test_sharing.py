@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pdllm_store import ChunkNotFoundError, LMDBStore, StoreClosedError, StoreError
+from pdllm_store import ChunkKV, ChunkNotFoundError, LMDBStore, StoreClosedError, StoreError
 from pdllm_store.testing import add_chunks, make_document, random_chunk, tiny_fingerprint
 
 FINGERPRINT = tiny_fingerprint()
@@ -62,7 +62,7 @@ def test_many_threads_may_read_at_once(tmp_path: Path) -> None:
         def read(index: int) -> None:
             barrier.wait()
             k = torch.empty(3, 5, 2, 4)
-            store.load_into(metas[index % 4].chunk_id, k, k.clone())
+            store.load_into([metas[index % 4].chunk_id], [ChunkKV(k, k.clone())])
             if not torch.equal(k, expected[index % 4].float()):
                 wrong.append(index)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from pdllm_store import ChunkMeta, LMDBStore, StoreError, StoreFullError, chunks
-from pdllm_store.environment import Environment
 from pdllm_store.rows import document_key, pack_chunk
 from pdllm_store.tables import Tables
 from pdllm_store.testing import add_chunks, make_document, random_chunk, tiny_fingerprint
@@ -51,7 +50,7 @@ def test_a_full_store_names_the_figures_and_keeps_nothing_of_the_refused(tmp_pat
         put_document(store, "small", range(2))
         before = store.stats()
         items = [random_chunk(FINGERPRINT, seed=seed, n_tokens=16) for seed in range(100, 140)]
-        with pytest.raises(StoreFullError, match=rf"\d+ bytes used of a cap of {CAP}, \d{{7}} more needed"):
+        with pytest.raises(StoreFullError, match=rf"\d+ bytes used \(.*\) of a cap of {CAP}, .* \d{{7}} more needed"):
             store.put(FINGERPRINT, items)
         assert store.stats() == before
         assert len(store.missing([meta.chunk_id for meta, _ in items])) == 40
@@ -59,24 +58,14 @@ def test_a_full_store_names_the_figures_and_keeps_nothing_of_the_refused(tmp_pat
         assert store.verify().ok
 
 
-def test_a_full_store_can_be_emptied_and_filled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grown: list[int] = []
-    resize = Environment._resize
-
-    def watched(self: Environment, map_size: int) -> None:
-        grown.append(map_size)
-        resize(self, map_size)
-
-    monkeypatch.setattr(Environment, "_resize", watched)
+def test_a_full_store_can_be_emptied_and_filled_again(tmp_path: Path) -> None:
     with LMDBStore.open(tmp_path, kv_dtype="float32", map_size=CAP) as store:
         for _ in range(3):
             doc_ids = fill(store)
             assert len(doc_ids) >= 3
             assert [info.doc_id for info in store.documents(FINGERPRINT)] == sorted(doc_ids)
-            grown.clear()
             for doc_id in doc_ids:
                 assert store.delete_document(FINGERPRINT, doc_id)
-            assert grown[:2] == [CAP + (16 << 20), CAP]  # deleting needed room, and gave it back
             orphans = [random_chunk(FINGERPRINT, seed=seed)[0].chunk_id for seed in range(2000)]
             assert store.stats().documents == 0
             store.discard(orphans)

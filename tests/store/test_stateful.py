@@ -86,6 +86,7 @@ class StoreMachine(RuleBasedStateMachine):
     def discard(self, model: int, chosen: list[int]) -> None:
         ids = {IDS[model][seed] for seed in chosen}
         self.store.discard(ids)
+        self.known -= (ids & self.whole) - self.used()
         self.whole -= ids
 
     @invariant()

@@ -40,7 +40,7 @@ class ChunkConformance:
         loaded = store.load(meta.chunk_id)
         assert loaded.k.dtype == torch.bfloat16
         exact = ChunkKV(torch.empty_like(kv.k), torch.empty_like(kv.v))
-        store.load_into(meta.chunk_id, exact.k, exact.v)
+        store.load_into([meta.chunk_id], [exact])
         bound = kv.k.abs().amax(-1, keepdim=True) / 254 * (1 + 1e-5)
         assert bool(((exact.k - kv.k).abs() <= bound).all())
         assert torch.equal(loaded.k, exact.k.to(torch.bfloat16))
@@ -53,7 +53,7 @@ class ChunkConformance:
         store.put(fingerprint, [(meta, kv)])
         pool = torch.zeros(2, 4, 2, 9, 3, dtype=dtype)  # D, G, T, Y behind one another
         k, v = (pool[i].permute(3, 2, 1, 0)[:, 2:7] for i in range(2))
-        store.load_into(meta.chunk_id, k, v)
+        store.load_into([meta.chunk_id], [ChunkKV(k, v)])
         assert torch.equal(k, kv.k.to(dtype))
         assert torch.equal(v, kv.v.to(dtype))
         assert not pool[:, :, :, :2].any()
@@ -63,7 +63,7 @@ class ChunkConformance:
         meta, kv = random_chunk(fingerprint, seed=2)
         store.put(fingerprint, [(meta, kv)])
         with pytest.raises(ValueError, match=r"k is a .* tensor"):
-            store.load_into(meta.chunk_id, torch.zeros(3, 4, 2, 4), kv.v)
+            store.load_into([meta.chunk_id], [ChunkKV(torch.zeros(3, 4, 2, 4), kv.v)])
 
     def test_loaded_kv_stays_as_it_is_while_the_store_changes(
         self, store: ChunkStore, fingerprint: ModelFingerprint

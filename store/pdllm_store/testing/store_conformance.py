@@ -72,7 +72,8 @@ class ChunkStoreConformance(ChunkConformance, DocumentConformance):
         add_chunks(store, other, "d", [2], source="/elsewhere")
         assert store.delete_document(other, "d") is True
         assert len(store.documents(fingerprint)) == 1
-        assert store.stats().fingerprints == {fingerprint.digest.hex(): 1, other.digest.hex(): 0}
+        n_documents = {digest: counts.documents for digest, counts in store.stats().fingerprints.items()}
+        assert n_documents == {fingerprint.digest.hex(): 1, other.digest.hex(): 0}
         assert sorted(store.fingerprints(), key=lambda f: f.weights_digest) == [fingerprint, other]
 
     def test_another_stored_dtype_is_refused(self, store: ChunkStore) -> None:
