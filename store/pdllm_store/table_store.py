@@ -95,7 +95,7 @@ class TableStore:
         """
         eviction.check_max_bytes(max_bytes)
         if max_bytes != self.max_bytes:
-                self._writes.write(lambda tables: eviction.write_max_bytes(tables, max_bytes))
+            self._writes.write(lambda tables: eviction.write_max_bytes(tables, max_bytes))
 
     def register(self, fingerprint: ModelFingerprint) -> None:
         check_dtype(fingerprint, self._kv_dtype)
@@ -183,7 +183,7 @@ class TableStore:
 
         Returns the number of chunks; they are computed again when they are needed.
         """
-        before_ms = eviction.now_ms() - int(unused_for_s * 1000)
+        before_ms = eviction.now_ms() - int(unused_for_s * 1000) if unused_for_s else None
 
         def body(tables: Tables) -> int:
             done = eviction.evict(tables, n_bytes, used_before_ms=before_ms, partly=True)

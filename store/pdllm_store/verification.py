@@ -12,6 +12,7 @@ import blake3
 from pdllm_store import chunks, loading
 from pdllm_store.counts import read_counts, read_state, recount
 from pdllm_store.errors import RecordDamagedError, StoreClosedError, StoreError
+from pdllm_store.eviction import read_max_bytes
 from pdllm_store.loading import Read, Workers
 from pdllm_store.recomputing import Comparison
 from pdllm_store.rows import unpack_document, unpack_fingerprint, unpack_ref, unpack_text
@@ -184,6 +185,7 @@ def _check_totals(tables: Tables, problems: list[str]) -> None:
     counted = recount(tables)
     try:
         read_state(tables)
+        read_max_bytes(tables)
         said = {key: counts for key, counts in read_counts(tables).items() if any(counts)}
     except RecordDamagedError as error:
         problems.append(str(error))

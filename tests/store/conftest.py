@@ -15,7 +15,7 @@ import pytest
 def run_child() -> Callable[..., str]:
     """Runs Python code in a fresh process with arguments and environment variables; gives its standard output."""
 
-    def run(code: str, *arguments: str, **environment: str) -> str:
+    def run(code: str, *arguments: str, status: int = 0, **environment: str) -> str:
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code), *arguments],
             capture_output=True,
@@ -23,7 +23,7 @@ def run_child() -> Callable[..., str]:
             timeout=120,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == status, done.stderr
         return done.stdout
 
     return run

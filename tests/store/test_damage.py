@@ -186,7 +186,13 @@ def test_lost_rows_are_named_by_verify(store: TableStore) -> None:
     report = store.verify()
     assert sorted(report.missing) == sorted(meta.chunk_id for meta in metas[:2])
     text = "\n".join(report.problems)
-    for expected in ("lost its text", "2 references instead of 3", "belongs to no chunk", "totals say", "says (1, 0) ref"):
+    for expected in (
+        "lost its text",
+        "2 references instead of 3",
+        "belongs to no chunk",
+        "totals say",
+        "says (1, 0) ref",
+    ):
         assert expected in text
     with pytest.raises(RecordDamagedError, match="absent"):
         store.document(FINGERPRINT, "a")

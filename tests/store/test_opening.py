@@ -118,8 +118,22 @@ def test_a_store_of_another_format_is_refused(tmp_path: Path) -> None:
     with LMDBStore.open(tmp_path) as store:
         manifest = pack_map(b"manifest", {"format": 3, "kv_dtype": "fp4"})
         store._transactions.write(lambda tables: tables.put("manifest", b"manifest", manifest))
-    with pytest.raises(StoreFormatError, match="format 3.*format 2"):
+    with pytest.raises(StoreFormatError, match=r"format 3.*format 2"):
         LMDBStore.open(tmp_path)
+
+
+def test_a_store_of_the_first_format_is_refused_with_instructions(tmp_path: Path) -> None:
+    env = lmdb.open(str(tmp_path), max_dbs=8)
+    with env.begin(write=True) as transaction:
+        for table in ("manifest", "fingerprints", "documents", "refs", "texts", "metas", "kv"):  # all that it had
+            env.open_db(table.encode(), txn=transaction)
+        manifest = pack_map(b"manifest", {"format": 1, "kv_dtype": "bfloat16", "lmdb": "0.9.36"})
+        transaction.put(b"manifest", manifest, db=env.open_db(b"manifest", txn=transaction))
+    env.close()
+    before = (tmp_path / "data.mdb").read_bytes()
+    with pytest.raises(StoreFormatError, match=r"format 1, this version reads format 2; .*new store"):
+        LMDBStore.open(tmp_path)
+    assert (tmp_path / "data.mdb").read_bytes() == before
 
 
 def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.whole: set[ChunkId] = set()
         self.known: set[ChunkId] = set()  # with a meta
+        self.evicted: set[ChunkId] = set()
+        self.pinned: set[tuple[int, str]] = set()
         self.documents: dict[tuple[int, str], tuple[str, list[ChunkId]]] = {}
 
     def used(self) -> set[ChunkId]:
@@ -50,6 +52,7 @@ class StoreMachine(RuleBasedStateMachine):
         gone = candidates - self.used()
         self.whole -= gone
         self.known -= gone
+        self.evicted -= gone
 
     @rule(model=models, chosen=st.lists(seeds, max_size=4))
     def put(self, model: int, chosen: list[int]) -> None:
@@ -58,6 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert (n_bytes > 0) == bool(set(ids) - self.whole)
         self.whole |= set(ids)
         self.known |= set(ids)
+        self.evicted -= set(ids)
 
     @rule(model=models, doc_id=doc_ids, chosen=st.lists(seeds, max_size=4), source=st.sampled_from(["x", "x", "y"]))
     def add(self, model: int, doc_id: str, chosen: list[int], source: str) -> None:
@@ -67,7 +71,7 @@ class StoreMachine(RuleBasedStateMachine):
         if held is not None and held[0] != source:
             with pytest.raises(DocumentConflictError):
                 self.store.add_document(MODELS[model], document)
-        elif absent := [chunk_id for chunk_id in dict.fromkeys(ids) if chunk_id not in self.whole]:
+        elif absent := [chunk_id for chunk_id in dict.fromkeys(ids) if chunk_id not in self.whole | self.evicted]:
             with pytest.raises(ChunkNotFoundError) as caught:
                 self.store.add_document(MODELS[model], document)
             assert list(caught.value.chunk_ids) == absent
@@ -79,6 +83,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(model=models, doc_id=doc_ids)
     def delete(self, model: int, doc_id: str) -> None:
         held = self.documents.pop((model, doc_id), None)
+        self.pinned.discard((model, doc_id))
         assert self.store.delete_document(MODELS[model], doc_id) is (held is not None)
         self.drop_unused(set(held[1]) if held else set())
 
@@ -89,9 +94,42 @@ class StoreMachine(RuleBasedStateMachine):
         self.known -= (ids & self.whole) - self.used()
         self.whole -= ids
 
+    @rule()
+    def evict(self) -> None:
+        kept = {chunk_id for key in self.pinned for chunk_id in self.documents[key][1]}
+        gone = (self.whole & self.used()) - kept
+        assert self.store.evict() == len(gone)
+        self.whole -= gone
+        self.evicted |= gone
+
+    @rule(model=models, doc_id=doc_ids, pinned=st.booleans())
+    def pin(self, model: int, doc_id: str, pinned: bool) -> None:
+        if (model, doc_id) not in self.documents:
+            with pytest.raises(DocumentNotFoundError):
+                self.store.set_pinned(MODELS[model], doc_id, pinned=pinned)
+            return
+        changed = ((model, doc_id) in self.pinned) != pinned
+        assert self.store.set_pinned(MODELS[model], doc_id, pinned=pinned) is changed
+        (self.pinned.add if pinned else self.pinned.discard)((model, doc_id))
+
+    @rule(model=models, chosen=st.lists(seeds, max_size=3))
+    def fetch(self, model: int, chosen: list[int]) -> None:
+        fingerprint, ids = MODELS[model], [IDS[model][seed] for seed in chosen]
+        self.store.recompute_with(fingerprint, lambda metas: iter([[CHUNKS[meta.chunk_id] for meta in metas]]))
+        if set(ids) - self.known:
+            with pytest.raises(ChunkNotFoundError):
+                self.store.fetch(ids)
+            return
+        fetched = self.store.fetch(ids)
+        assert fetched.recomputed == set(ids) - self.whole
+        assert all(torch.equal(fetched.kv[chunk_id].v, CHUNKS[chunk_id][1].v) for chunk_id in ids)
+        self.whole |= set(ids)
+        self.evicted -= set(ids)
+
     @invariant()
     def chunks_are_as_expected(self) -> None:
         every = list(CHUNKS)
+        assert set(self.store.evicted(every)) == self.evicted
         assert self.store.missing(every) == [chunk_id for chunk_id in every if chunk_id not in self.whole]
         for chunk_id, (_, kv) in CHUNKS.items():
             if chunk_id in self.whole:
@@ -125,7 +163,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert stats.tokens == sum(len(CHUNKS[chunk_id][0].token_ids) for chunk_id in self.whole)
         report = self.store.verify()
         assert (report.damaged, report.problems) == ([], [])
-        assert set(report.missing) == self.used() - self.whole
+        assert set(report.missing) == self.used() - self.whole - self.evicted
+        assert (report.n_evicted, stats.evicted) == (len(self.evicted), len(self.evicted))
 
     def teardown(self) -> None:
         self.store.close()

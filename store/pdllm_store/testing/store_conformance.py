@@ -17,10 +17,11 @@ from pdllm_store.protocol import ChunkStore
 from pdllm_store.testing.chunk_conformance import ChunkConformance
 from pdllm_store.testing.document_conformance import DocumentConformance
 from pdllm_store.testing.fakes import MakeStore, add_chunks, make_document, random_chunk, tiny_fingerprint
+from pdllm_store.testing.fetch_conformance import FetchConformance
 from pdllm_store.types import ModelFingerprint
 
 
-class ChunkStoreConformance(ChunkConformance, DocumentConformance):
+class ChunkStoreConformance(ChunkConformance, FetchConformance, DocumentConformance):
     """Subclass it in a test module and give it the fixture `make_store`."""
 
     @pytest.fixture
