@@ -125,6 +125,8 @@ class LMDBStore(TableStore):
 
     @property
     def derived_dir(self) -> str | None:
+        if self._options["key"] is not None:
+            return None  # files there would carry no MAC
         folder = os.path.join(self._path, DERIVED_FOLDER)
         if not self._options["read_only"]:
             with contextlib.suppress(FileExistsError):
