@@ -233,20 +233,8 @@ def _gone(tables: Tables, chunk_id: ChunkId) -> Failure | None:
 
 
 def _parse(tables: Tables, found: Plan, group: int, *, verify: bool) -> record.Record:
-    expected = found.group_header(group)
-    parsed = record.parse(
-        _record(tables, found.chunk_id, group, found.n_groups),
-        chunk_id=found.chunk_id,
-        fingerprint=expected.fingerprint,
-        layer_start=expected.layer_start,
-        verify=verify,
-    )
-    if parsed.header != expected:
-        raise RecordDamagedError(
-            f"chunk {found.chunk_id.hex()}: the record of group {group} says {parsed.header}, expected {expected}; "
-            "discard it and prefill again"
-        )
-    return parsed
+    data = _record(tables, found.chunk_id, group, found.n_groups)
+    return record.parse_expected(data, found.group_header(group), verify=verify)
 
 
 def _record(tables: Tables, chunk_id: ChunkId, group: int, n_groups: int) -> bytes | bytearray | memoryview:

@@ -78,7 +78,7 @@ def build(header: RecordHeader, k: torch.Tensor, v: torch.Tensor) -> bytearray:
     for name, tensor in (("k", k), ("v", v)):
         if tuple(tensor.shape) != header.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, its record header says {header.shape}")
-    packed = msgpack.packb(header._asdict(), use_bin_type=True)
+    packed = _pack_header(header)
     n_block = block_bytes(header.shape, header.kv_dtype)
     data_start = _data_start(len(packed))
     v_start = data_start + _padded(n_block)
@@ -128,6 +128,34 @@ def parse(data: Buffer, *, chunk_id: bytes, fingerprint: bytes, layer_start: int
         raise _damaged(name, "block lengths", (n_k, n_v), (n_block, n_block))
     v_start = data_start + _padded(n_k)
     return Record(header, view[data_start : data_start + n_k], view[v_start:])
+
+
+def parse_expected(data: Buffer, expected: RecordHeader, *, verify: bool = True) -> Record:
+    """Read the record that says exactly this of itself; as `parse`, and quicker because nothing is unpacked.
+
+    Raises:
+        RecordDamagedError: anything at all is wrong, or the header is another.
+    """
+    view = memoryview(data)
+    packed = _pack_header(expected)
+    n_block = block_bytes(expected.shape, expected.kv_dtype)
+    data_start = _data_start(len(packed))
+    v_start = data_start + _padded(n_block)
+    digest = bytes(view[8:_DIGESTED_FROM])
+    if len(view) == v_start + n_block and digest:
+        prelude = _PRELUDE.pack(MAGIC, RECORD_FORMAT, 0, digest, len(packed), data_start, n_block, n_block)
+        is_form_right = view[: _PRELUDE.size + len(packed)] == prelude + packed
+        if is_form_right and (not verify or xxhash.xxh3_128_digest(view[_DIGESTED_FROM:]) == digest):
+            return Record(expected, view[data_start : data_start + n_block], view[v_start:])
+    key = (expected.chunk_id, expected.fingerprint, expected.layer_start)
+    found = parse(data, chunk_id=key[0], fingerprint=key[1], layer_start=key[2], verify=verify)
+    name = f"record of chunk {expected.chunk_id.hex()}, layers from {expected.layer_start}"
+    raise _damaged(name, "header", found.header, expected)
+
+
+def _pack_header(header: RecordHeader) -> bytes:
+    packed: bytes = msgpack.packb(header._asdict(), use_bin_type=True)
+    return packed
 
 
 def _parse_header(name: str, packed: bytes) -> RecordHeader:

@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from pdllm_store import RecordDamagedError
-from pdllm_store.record import Record, RecordHeader, build, parse
+from pdllm_store.record import Record, RecordHeader, build, parse, parse_expected
 
 HEADER = RecordHeader(
     chunk_id=bytes(range(16)),
@@ -29,9 +29,16 @@ V = -K
 
 
 def read(data: bytes | bytearray, *, verify: bool = True) -> Record:
-    return parse(
+    """Both ways of reading must agree."""
+    try:
+        quickly: Record | None = parse_expected(data, HEADER, verify=verify)
+    except RecordDamagedError:
+        quickly = None
+    record = parse(
         data, chunk_id=HEADER.chunk_id, fingerprint=HEADER.fingerprint, layer_start=HEADER.layer_start, verify=verify
     )
+    assert quickly == record
+    return record
 
 
 def resealed(data: bytearray) -> bytearray:
@@ -161,6 +168,11 @@ def test_no_bytes_at_all_do_anything_but_raise(tail: bytes, sealed: bool) -> Non
     data = bytearray(b"PDKV\1\0\0\0" + tail)
     with pytest.raises(RecordDamagedError):
         read(resealed(data) if sealed and len(data) >= 24 else data)
+
+
+def test_a_sound_record_of_another_shape_than_expected_is_refused() -> None:
+    with pytest.raises(RecordDamagedError, match="header is RecordHeader"):
+        parse_expected(build(HEADER, K, V), HEADER._replace(n_layers_all=5))
 
 
 def test_form_is_checked_even_without_the_checksum() -> None:
