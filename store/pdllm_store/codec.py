@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ _BITS: dict[KVDtype, tuple[torch.dtype, str]] = {
 }
 _INT8_MAX = 127
 _MAX_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(_INT8_MAX), np.float32(0))  # times 127: finite
+_PIECE_ELEMENTS = 2**18
+_SERIAL_ELEMENTS = 30720
 
 
 def block_bytes(shape: Sequence[int], dtype: KVDtype) -> int:
@@ -60,13 +63,16 @@ def encode_into(tensor: torch.Tensor, dtype: KVDtype, out: memoryview) -> None:
         raise ValueError(f"keys and values must be float tensors, got {tensor.dtype}")
     tensor = tensor.detach().cpu()
     if dtype == "int8":
-        scales, values = _quantise(tensor.to(torch.float32).numpy())
-        np.frombuffer(out[: scales.nbytes], "<f4").reshape(scales.shape)[...] = scales
-        np.frombuffer(out[scales.nbytes :], "i1").reshape(values.shape)[...] = values
+        _quantise(tensor, out)
         return
     bits, little_endian = _BITS[dtype]
-    stored = np.frombuffer(out, little_endian).reshape(tensor.shape)
-    stored[...] = tensor.to(TORCH_DTYPES[dtype]).view(bits).numpy().view(little_endian[1:])
+    stored = np.frombuffer(out, little_endian)
+    if tensor.dtype == TORCH_DTYPES[dtype]:
+        stored.reshape(tensor.shape)[...] = tensor.view(bits).numpy().view(little_endian[1:])
+        return
+    for start, piece in _pieces(tensor, _PIECE_ELEMENTS):
+        converted = _converted(piece, TORCH_DTYPES[dtype]).view(bits).numpy().view(little_endian[1:])
+        stored[start : start + converted.size] = converted.reshape(-1)
 
 
 def decode_into(block: Buffer, dtype: KVDtype, out: torch.Tensor) -> None:
@@ -87,15 +93,23 @@ def decode_into(block: Buffer, dtype: KVDtype, out: torch.Tensor) -> None:
         on_host = torch.empty(out.shape, dtype=out.dtype)
         decode_into(block, dtype, on_host)
         out.copy_(on_host)
-    elif dtype != "int8" and out.dtype == TORCH_DTYPES[dtype]:
-        bits, little_endian = _BITS[dtype]
-        out.view(bits).numpy().view(little_endian[1:])[...] = np.frombuffer(block, little_endian).reshape(out.shape)
-    elif out.dtype == torch.float32:
-        _expand(block, dtype, out.numpy())
+    elif (raw := raw_view(out, dtype)) is not None:
+        copy_raw(block, raw)
     else:
-        expanded = np.empty(out.shape, np.float32)
-        _expand(block, dtype, expanded)
-        out.copy_(torch.from_numpy(expanded))
+        _expand(block, dtype, out)
+
+
+def copy_raw(block: Buffer, raw: NDArray[Any]) -> None:
+    """Copy one block into a `raw_view` of its shape. Raises ValueError if the lengths differ."""
+    raw[...] = np.frombuffer(block, raw.dtype.newbyteorder("<")).reshape(raw.shape)
+
+
+def raw_view(tensor: torch.Tensor, dtype: KVDtype) -> NDArray[Any] | None:
+    """A CPU tensor's memory as the integers that its blocks hold, None where a block has to be converted into it."""
+    if dtype == "int8" or tensor.dtype != TORCH_DTYPES[dtype] or tensor.device.type != "cpu":
+        return None
+    bits, little_endian = _BITS[dtype]
+    return tensor.detach().view(bits).numpy().view(little_endian[1:])
 
 
 def encode(tensor: torch.Tensor, dtype: KVDtype) -> bytes:
@@ -112,28 +126,82 @@ def decode(block: Buffer, dtype: KVDtype, shape: Sequence[int]) -> torch.Tensor:
     return out
 
 
-# Both use numpy: on a busy machine torch's thread pool makes these short, memory-bound steps ten times slower.
-def _expand(block: Buffer, dtype: KVDtype, out: NDArray[np.float32]) -> None:
-    """Write a block as float32 [..., D], which holds all three dtypes exactly (int8 but for one rounding)."""
-    if dtype == "bfloat16":  # the upper half of a float32
-        np.left_shift(np.frombuffer(block, "<u2").reshape(out.shape), 16, out=out.view(np.uint32), dtype=np.uint32)
-    elif dtype == "float32":
-        out.view(np.uint32)[...] = np.frombuffer(block, "<u4").reshape(out.shape)
-    else:
-        n_scale_bytes = 4 * math.prod(out.shape[:-1])
-        scales = np.frombuffer(block[:n_scale_bytes], "<f4").reshape(*out.shape[:-1], 1)
-        np.multiply(np.frombuffer(block[n_scale_bytes:], "i1").reshape(out.shape), scales, out=out)
+def _pieces(tensor: torch.Tensor, n_max: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Views [..., D] that make up the tensor in order, each after the number of elements before it.
+
+    A piece has at most `n_max` elements, but at least one vector.
+    """
+    n_elements = tensor.numel()
+    if n_elements <= n_max or tensor.dim() < 2:
+        yield 0, tensor
+        return
+    n_below = n_elements // len(tensor)
+    start = 0
+    for part in tensor.split(max(n_max // n_below, 1)):
+        for offset, piece in _pieces(part[0], n_max) if n_below > n_max else [(0, part)]:
+            yield start + offset, piece
+        start += part.numel()
 
 
-def _quantise(x: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
-    """Scales [...] and values [..., D] of a tensor [..., D]."""
-    if x.size == 0:
-        return np.zeros(x.shape[:-1], np.float32), np.zeros(x.shape, np.int8)
-    scales = np.abs(x).max(axis=-1) / np.float32(_INT8_MAX)
-    if not np.isfinite(scales).all():
-        raise ValueError("int8 cannot hold inf or NaN: store these keys and values as bfloat16 or float32")
-    # A subnormal scale has too few bits left to divide by.
-    scales = np.where(scales < np.finfo(np.float32).tiny, np.float32(0), np.minimum(scales, _MAX_SCALE))
-    divisors = np.where(scales > 0, scales, np.float32(np.inf))
-    values = np.rint(x / divisors[..., np.newaxis])
-    return scales, np.clip(values, -_INT8_MAX, _INT8_MAX).astype(np.int8)
+def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.dtype == dtype:
+        return tensor
+    out = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+    _convert(tensor, out)
+    return out
+
+
+def _convert(tensor: torch.Tensor, out: torch.Tensor) -> None:
+    torch._foreach_copy_(
+        [piece for _, piece in _pieces(out, _SERIAL_ELEMENTS)],
+        [piece for _, piece in _pieces(tensor, _SERIAL_ELEMENTS)],
+    )
+
+
+def _expand(block: Buffer, dtype: KVDtype, out: torch.Tensor) -> None:
+    """Write a block by way of float32, which holds all three dtypes exactly (int8 but for one rounding)."""
+    n_scales = math.prod(out.shape[:-1]) if dtype == "int8" else 0
+    view = memoryview(block)
+    scales = np.frombuffer(view[: 4 * n_scales], "<f4")
+    stored = np.frombuffer(view[4 * n_scales :], "i1" if dtype == "int8" else _BITS[dtype][1])
+    for start, piece in _pieces(out, _PIECE_ELEMENTS):
+        part = stored[start : start + piece.numel()].reshape(piece.shape)
+        expanded = piece.numpy() if piece.dtype == torch.float32 else np.empty(piece.shape, np.float32)
+        if dtype == "bfloat16":  # the upper half of a float32
+            np.left_shift(part, 16, out=expanded.view(np.uint32), dtype=np.uint32)
+        elif dtype == "float32":
+            expanded.view(np.uint32)[...] = part
+        elif piece.numel():
+            first = start // piece.shape[-1]
+            lead = piece.shape[:-1]
+            np.multiply(part, scales[first : first + math.prod(lead)].reshape(*lead, 1), out=expanded)
+        if piece.dtype != torch.float32:
+            _convert(torch.from_numpy(expanded), piece)
+
+
+def _quantise(tensor: torch.Tensor, out: memoryview) -> None:
+    """Write the scales [...] and the values [..., D] of a tensor [..., D]."""
+    n_scales = math.prod(tensor.shape[:-1])
+    scales = np.frombuffer(out[: 4 * n_scales], "<f4")
+    values = np.frombuffer(out[4 * n_scales :], "i1")
+    if tensor.numel() == 0:
+        scales[...] = 0
+        return
+    head_dim = tensor.shape[-1]
+    for start, piece in _pieces(tensor, _PIECE_ELEMENTS):
+        x = _converted(piece, torch.float32).numpy().reshape(-1, head_dim)
+        # Without their signs, floats are in the order of their bits, inf and NaN last.
+        scratch = np.bitwise_and(x.view(np.uint32), 0x7FFFFFFF)
+        amax = np.maximum.reduceat(scratch.reshape(-1), np.arange(0, x.size, head_dim)).view(np.float32)
+        if not np.isfinite(amax).all():
+            raise ValueError("int8 cannot hold inf or NaN: store these keys and values as bfloat16 or float32")
+        exact = amax / np.float32(_INT8_MAX)
+        # A subnormal scale has too few bits left to divide by.
+        kept = np.where(exact < np.finfo(np.float32).tiny, np.float32(0), np.minimum(exact, _MAX_SCALE))
+        divisors = np.where(kept > 0, kept, np.float32(np.inf))
+        # No quotient rounds to more than 127: amax / scale is 127 but for the rounding of the scale.
+        rounded = np.divide(x, divisors[:, np.newaxis], out=scratch.view(np.float32))
+        np.rint(rounded, out=rounded)
+        first = start // head_dim
+        scales[first : first + len(kept)] = kept
+        np.copyto(values[start : start + x.size].reshape(x.shape), rounded, casting="unsafe")

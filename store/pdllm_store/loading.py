@@ -13,14 +13,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pdllm_store import record
 from pdllm_store.chunks import chunk_row, not_found
-from pdllm_store.codec import TORCH_DTYPES
+from pdllm_store.codec import TORCH_DTYPES, copy_raw, raw_view
 from pdllm_store.errors import ChunkNotFoundError, RecordDamagedError
 from pdllm_store.rows import kv_key
 from pdllm_store.tables import Tables
@@ -60,6 +61,7 @@ class _Task(NamedTuple):
     plan: Plan
     group: int
     out: ChunkKV
+    raw: tuple[NDArray[Any], NDArray[Any]] | None  # the same memory, where blocks go into it as they are
     first_layer: int  # that out[0] stands for
 
 
@@ -183,7 +185,9 @@ def load(
             _check_shape(target, (len(chosen), *found.shape[1:]))
         kv[found.chunk_id] = target
         first, last = chosen.start // found.group_layers, -(-chosen.stop // found.group_layers)
-        tasks += [_Task(found, group, target, chosen.start) for group in range(first, last)]
+        raw_k, raw_v = (raw_view(tensor, found.header.kv_dtype) for tensor in target)
+        raw = None if raw_k is None or raw_v is None else (raw_k, raw_v)
+        tasks += [_Task(found, group, target, raw, chosen.start) for group in range(first, last)]
 
     def copy(part: Sequence[_Task]) -> None:
         with read() as tables:
@@ -213,12 +217,17 @@ def _copy(tables: Tables, task: _Task, *, verify: bool) -> None:
     parsed = _parse(tables, task.plan, task.group, verify=verify)
     header = parsed.header
     start, end = header.layer_start - task.first_layer, header.layer_start + header.n_layers - task.first_layer
-    if start >= 0 and end <= len(task.out.k):
+    is_inside = start >= 0 and end <= task.out.k.shape[0]
+    if is_inside and task.raw is not None:
+        for block, raw in zip((parsed.k_block, parsed.v_block), task.raw, strict=True):
+            copy_raw(block, raw[start:end])
+        return
+    if is_inside:
         parsed.decode_into(task.out.k[start:end], task.out.v[start:end])
         return
     whole = empty_kv(header.shape, header.kv_dtype)
     parsed.decode_into(*whole)
-    keep = slice(max(0, -start), header.n_layers - max(0, end - len(task.out.k)))
+    keep = slice(max(0, -start), header.n_layers - max(0, end - task.out.k.shape[0]))
     for source, target in zip(whole, task.out, strict=True):
         target[max(0, start) : end].copy_(source[keep])
 
