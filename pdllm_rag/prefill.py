@@ -228,7 +228,7 @@ class Prefiller:
         needed = n_tokens * self._fingerprint.bytes_per_token
         return (
             f"its {n_tokens} tokens take {needed} bytes of KV, more than {ROOM:.0%} of the store's cap of "
-            f"{self._store.max_bytes}; raise the cap or split the document"
+            f"{self._store.max_bytes}; raise the cap (`pdllm store limit`, max_bytes) or split the document"
         )
 
     def _absent(self, chunk_ids: Sequence[ChunkId]) -> list[ChunkId]:

@@ -11,8 +11,10 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from command_line import Outcome, Pdllm, write_texts
 from tiny import save_tiny_model
 
+from pdllm_rag.cli import main
 from pdllm_rag.models import LoadedModel, load_model
 
 # The same examples in every CI run: a red run is the change's doing. Elsewhere hypothesis goes on exploring.
@@ -46,3 +48,30 @@ def tiny_model(tiny_model_path: Path) -> LoadedModel:
 def demo_model() -> LoadedModel:
     """The bundled model, loaded once."""
     return load_model("demo")
+
+
+@pytest.fixture
+def pdllm(capsys: pytest.CaptureFixture[str]) -> Pdllm:
+    """Runs a command line in this process."""
+
+    def run(*argv: object) -> Outcome:
+        capsys.readouterr()
+        status = main([str(word) for word in argv])
+        return Outcome(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two small documents."""
+    return write_texts(tmp_path / "docs")
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: Path) -> Path:
+    """A store with both documents, for tests that only read it."""
+    top = tmp_path_factory.mktemp("filled")
+    write_texts(top / "docs")
+    assert main(["prefill", str(top / "docs"), "--store", str(top / "kb"), "--model", str(tiny_model_path)]) == 0
+    return top / "kb"

@@ -11,17 +11,18 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from pdllm_store import KV_DTYPES, LMDBStore
+from command_line import TEXTS, Pdllm, one_line, one_object
+from pdllm_store import KV_DTYPES
 from rich.console import Console
 from tiny import SPECIALS, save_tiny_model
 
 from pdllm_rag.answer import Answer, AnswerStats, ChunkCounts, Citation
 from pdllm_rag.cli import ask, main, prefill, store
 from pdllm_rag.cli import options as cli_options
-from pdllm_rag.cli.console import StreamedText, byte_size
+from pdllm_rag.cli.console import StreamedText
 from pdllm_rag.cli.main import build_parser
 from pdllm_rag.config import DECODERS, AskOptions
 from pdllm_rag.decoding import DecodeStep
@@ -30,81 +31,6 @@ from pdllm_rag.errors import NumericsError
 from pdllm_rag.events import CanvasUpdate, Final, TextDelta
 from pdllm_rag.placement import MODES
 from pdllm_rag.policies import POLICIES
-
-TEXTS = {
-    "leave.md": "Annual leave is 28 days. It is agreed with the team lead. Unused days expire in March.",
-    "buoys/gannet.txt": "The Gannet buoy weighs 310 kilograms. Its battery lasts 18 months in cold water.",
-}
-
-
-class Outcome(NamedTuple):
-    """What one command did."""
-
-    status: int
-    out: str
-    err: str
-
-
-Pdllm = Callable[..., Outcome]
-
-
-@pytest.fixture
-def pdllm(capsys: pytest.CaptureFixture[str]) -> Pdllm:
-    """Runs a command line in this process."""
-
-    def run(*argv: object) -> Outcome:
-        capsys.readouterr()
-        status = main([str(word) for word in argv])
-        return Outcome(status, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Two small documents."""
-    return write_texts(tmp_path / "docs")
-
-
-@pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: Path) -> Path:
-    """A store with both documents, for tests that only read it."""
-    top = tmp_path_factory.mktemp("filled")
-    write_texts(top / "docs")
-    argv = [
-        "prefill",
-        str(top / "docs"),
-        "--store",
-        str(top / "kb"),
-        "--model",
-        str(tiny_model_path),
-        "--json",
-    ]
-    assert main(argv) == 0
-    return top / "kb"
-
-
-def write_texts(folder: Path) -> Path:
-    for name, text in TEXTS.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
-
-
-def one_line(outcome: Outcome) -> str:
-    """The error line of a command that failed."""
-    assert outcome.status == 1
-    assert outcome.err.count("\n") == 1
-    assert outcome.err.startswith("pdllm: error: ")
-    return outcome.err
-
-
-def one_object(outcome: Outcome) -> dict[str, Any]:
-    """The JSON object that is all of stdout."""
-    assert outcome.out.count("\n") == 1
-    content: dict[str, Any] = json.loads(outcome.out)
-    return content
-
 
 # -- the command itself --------------------------------------------------------------------------------------
 
@@ -144,6 +70,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ("ask q --store s --candidates -1", "expected a whole number of 1 or more"),
         ("ask q --store s --filter colour", "expected KEY=VALUE"),
         ("ask q --store s --filter =red", "expected KEY=VALUE"),
+        ("ask q --store s --filter a=1 --filter b=1 --filter a=2", "got the key 'a' twice, expected it once"),
         ("ask q --store s --threshold 1.5", "expected a number from 0 to 1"),
         ("ask q --store s --threshold nan", "expected a number from 0 to 1"),
         ("ask q --store s --temperature -1", "expected a number of 0 or more"),
@@ -154,8 +81,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ("prefill d --store s --shard 0/2", "expected I/N"),
         ("prefill d --store s --shard two", "expected I/N"),
         ("prefill d --store s --kv-dtype float16", "bfloat16"),
-        ("store delete --store s", "either one or more DOC_ID or --all"),
-        ("store delete a --all --store s", "either one or more DOC_ID or --all"),
+        ("prefill d --store s --max-bytes lots", "expected a size such as 500MB"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_what_was_expected(
@@ -537,65 +463,7 @@ def test_streamed_text_breaks_between_words_and_loses_none() -> None:
     assert lines[2].startswith("or about")
 
 
-# -- store and models ----------------------------------------------------------------------------------------
-
-
-def test_store_list_has_the_documented_form(pdllm: Pdllm, filled: Path) -> None:
-    documents = one_object(pdllm("store", "list", "--store", filled, "--json"))["documents"]
-    assert [document["doc_id"] for document in documents] == ["buoys/gannet.txt", "leave.md"]
-    for document in documents:
-        assert set(document) == {
-            "doc_id", "source", "chunks", "chunk_ids", "tokens", "bytes", "pinned", "model",
-        }  # fmt: skip
-        assert document["chunks"] == len(document["chunk_ids"])
-        assert all(len(bytes.fromhex(chunk_id)) == 16 for chunk_id in document["chunk_ids"])
-        assert document["source"].endswith(document["doc_id"])
-        bytes.fromhex(document["model"])
-    shown = pdllm("store", "list", "--store", filled).out
-    assert "leave.md" in shown
-    assert not any(line != line.rstrip() for line in shown.splitlines())
-
-
-def test_store_stats_are_raw_in_json_and_readable_in_the_table(pdllm: Pdllm, filled: Path) -> None:
-    raw = one_object(pdllm("store", "stats", "--store", filled, "--json"))
-    assert raw["documents"] == 2
-    assert [model["documents"] for model in raw["fingerprints"].values()] == [2]
-    shown = pdllm("store", "stats", "--store", filled).out
-    assert byte_size(raw["kv_bytes"]) in shown
-    assert "llama-mdlm), 2 documents" in shown
-
-
-def test_store_delete_takes_named_documents_and_refuses_unknown_ones(
-    pdllm: Pdllm, folder: Path, tmp_path: Path, tiny_model_path: Path
-) -> None:
-    kb = ("--store", tmp_path / "kb")
-    pdllm("prefill", folder, *kb, "--model", tiny_model_path)
-    refused = one_line(pdllm("store", "delete", "leave.md", "typo.md", *kb))
-    assert "'typo.md'" in refused
-    assert "nothing was deleted" in refused
-    assert one_object(pdllm("store", "delete", "leave.md", *kb, "--json")) == {"deleted": ["leave.md"]}
-    listed = one_object(pdllm("store", "list", *kb, "--json"))["documents"]
-    assert [document["doc_id"] for document in listed] == ["buoys/gannet.txt"]
-    assert pdllm("store", "delete", "--all", *kb).out.startswith("1 document deleted")
-    assert "holds no documents" in pdllm("store", "list", *kb).out
-
-
-def test_deleting_everything_asks_a_person_first(
-    pdllm: Pdllm, folder: Path, tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kb = tmp_path / "kb"
-    pdllm("prefill", folder, "--store", kb, "--model", tiny_model_path)
-    typed = io.StringIO("n\n")
-    monkeypatch.setattr(typed, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdin", typed)
-    refused = pdllm("store", "delete", "--all", "--store", kb)
-    assert refused.status == 1
-    assert "Delete 2 documents" in refused.err
-    assert len(one_object(pdllm("store", "list", "--store", kb, "--json"))["documents"]) == 2
-    assert pdllm("store", "delete", "--all", "--yes", "--store", kb).status == 0
-    held = LMDBStore.open(kb, create=False)
-    assert held.stats().documents == 0
-    held.close()
+# -- models ---------------------------------------------------------------------------------------------------
 
 
 def test_models_list_names_the_bundled_models_and_the_families(pdllm: Pdllm) -> None:
@@ -622,42 +490,3 @@ def test_models_info_describes_a_checkpoint_and_counts_its_documents(
     assert "0.4 KiB in bfloat16" in shown
     assert "2 documents of this model" in shown
     assert "'nope'" in one_line(pdllm("models", "info", "nope"))
-
-
-# -- store verify and compact ---------------------------------------------------------------------------------------
-
-
-def test_verify_finds_a_flipped_byte_and_repair_lets_it_be_computed_again(
-    tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.txt").write_text(" ".join(f"Sentence {i} of a text with words." for i in range(30)))
-    place = ["--store", str(tmp_path / "kb")]
-    model = ["--model", str(tiny_model_path)]
-    assert main(["prefill", str(tmp_path / "a.txt"), *place, *model, "--kv-dtype", "float32", "--json"]) == 0
-    assert main(["store", "verify", *place]) == 0
-    with LMDBStore.open(tmp_path / "kb", create=False) as opened:
-        (fingerprint,) = opened.fingerprints()
-        kv = opened.load(opened.refs(fingerprint)[0].chunk_id)
-    data = tmp_path / "kb" / "data.mdb"
-    content = bytearray(data.read_bytes())
-    content[content.find(kv.v[-1, -2].numpy().tobytes()) + 5] ^= 0x10
-    data.write_bytes(content)
-    capsys.readouterr()
-    assert main(["store", "verify", *place, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["ok"], len(found["damaged"]), found["repaired"]) == (False, 1, 0)
-    assert main(["store", "verify", *place, "--repair"]) == 1
-    assert main(["prefill", str(tmp_path / "a.txt"), *place, *model, "--json"]) == 0
-    assert main(["store", "verify", *place]) == 0
-
-
-def test_compact_drops_what_nobody_refers_to(
-    tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.txt").write_text("Some words.")
-    place = ["--store", str(tmp_path / "kb")]
-    assert main(["prefill", str(tmp_path / "a.txt"), *place, "--model", str(tiny_model_path), "--json"]) == 0
-    assert main(["store", "delete", "a.txt", *place]) == 0
-    capsys.readouterr()
-    assert main(["store", "compact", *place, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["orphans"] == 0

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -16,13 +15,14 @@ from pdllm_rag.cli.console import (
     StreamedText,
     notes,
     on_terminal,
-    positive_int,
     print_indented,
     results,
-    visible,
+    visible_name,
     write_json,
 )
+from pdllm_rag.cli.opening import add_store, open_engine
 from pdllm_rag.cli.options import add_asking, asking_options
+from pdllm_rag.cli.values import positive_int, seed, temperature
 
 if TYPE_CHECKING:
     from pdllm_rag.answer import Answer, AnswerStats, Citation
@@ -37,15 +37,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Answer a question from the documents of a store and list what the model read.",
     )
     parser.add_argument("question", metavar="QUESTION", help="the question; - reads it from stdin")
-    parser.add_argument("--store", required=True, metavar="DIR", help="folder of the store")
+    add_store(parser, may_read_only=True)
     parser.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
     parser.add_argument(
         "--filter",
         type=_key_value,
-        action="append",
-        default=[],
+        action=_Filter,
+        default={},
         metavar="KEY=VALUE",
-        help="only documents with this metadata, doc_id or source; may be given several times",
+        help="only documents with this metadata, doc_id or source; may be given several times, once a key",
     )
     parser.add_argument(
         "--max-new-tokens", type=positive_int, default=32, metavar="N", help="longest answer (default: 32)"
@@ -65,12 +65,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "--temperature",
-        type=_temperature,
+        type=temperature,
         default=0.0,
         metavar="T",
         help="0 takes the likeliest token (default: 0)",
     )
-    sampling.add_argument("--seed", type=_seed, default=0, metavar="N", help="of a temperature above 0 (default: 0)")
+    sampling.add_argument("--seed", type=seed, default=0, metavar="N", help="of a temperature above 0 (default: 0)")
     parser.set_defaults(run=run)
 
 
@@ -82,14 +82,13 @@ def options_of(args: argparse.Namespace) -> AskOptions:
         temperature=args.temperature,
         seed=args.seed,
         stop=tuple(args.stop),
-        filter=dict(args.filter),
+        filter=args.filter,
         abstain=not args.no_abstain,
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask, and show the answer as it becomes final, or as JSON."""
-    from pdllm_rag.engine import RagEngine
     from pdllm_rag.events import CanvasUpdate, Final, TextDelta
 
     question = sys.stdin.read() if args.question == "-" else args.question
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         waiting = notes().status(f"Loading {args.model}")
         if on_terminal(sys.stderr) and not args.json:
             stack.enter_context(waiting)
-        engine = stack.enter_context(RagEngine.open(args.store, args.model, create=False))
+        engine = stack.enter_context(open_engine(args))
         trace = stack.enter_context(open(args.trace, "w", encoding="utf-8")) if args.trace else None
         waiting.update("Looking for sources")
         stack.callback(text.end)  # an error's line does not hang on half an answer
@@ -147,7 +146,7 @@ def _show(answer: Answer, args: argparse.Namespace, console: Console) -> None:
 def _show_citation(number: int, citation: Citation, console: Console, *, scored: bool) -> None:
     place = [] if citation.page is None else [f"page {citation.page}"]
     place += [f"chunk {citation.ordinal}", f"score {citation.score:.2f}" if scored else "not scored"]
-    line = Text.assemble(f"{number:>2}  ", (visible(citation.doc_id), "cyan"), (f"  {', '.join(place)}", "dim"))
+    line = Text.assemble(f"{number:>2}  ", (visible_name(citation.doc_id), "cyan"), (f"  {', '.join(place)}", "dim"))
     console.print(line, soft_wrap=True)
     print_indented(console, citation.quote, indent=4)
 
@@ -156,6 +155,17 @@ def _cost(stats: AnswerStats) -> str:
     phases = ", ".join(f"{name} {ms:.0f}" for name, ms in stats.ms.items() if name != "total")
     chunks = f"{stats.chunks.hit} hit, {stats.chunks.recomputed} recomputed"
     return f"{stats.ms['total']:.0f} ms ({phases}), nfe {stats.nfe}, chunks {chunks}"
+
+
+class _Filter(argparse.Action):
+    """Collects KEY=VALUE into a dictionary; a document has one value of a key, so two never match."""
+
+    def __call__(self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        key, value = values
+        held = getattr(namespace, self.dest)
+        if key in held:
+            raise argparse.ArgumentError(self, f"got the key {key!r} twice, expected it once")
+        setattr(namespace, self.dest, {**held, key: value})
 
 
 def _key_value(text: str) -> tuple[str, str]:
@@ -169,28 +179,3 @@ def _not_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("got an empty text, expected one or more characters")
     return text
-
-
-def _temperature(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of 0 or more")
-    return value
-
-
-def _number(text: str) -> float:
-    """The number, NaN for what is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _seed(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 0 or more")
-    return value

@@ -1,4 +1,4 @@
-"""The terminal: stdout and stderr, how foreign text and numbers look there, and how counts are typed.
+"""The terminal: stdout and stderr, and how foreign text and numbers look there.
 
 - text of documents and models never moves the cursor: control characters are shown, not sent;
 - off a terminal there are no colours, and lines are not broken to a width, except where a text is laid out.
@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import re
@@ -17,11 +16,14 @@ from typing import IO, Any
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 PAPER_WIDTH = 80  # of text that is laid out, where there is no terminal
 ENDLESS = 100_000
+COMPUTED_AGAIN = "computed again when they are needed"  # what happens to evicted chunks
+_ESCAPED_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def results() -> Console:
@@ -55,6 +57,11 @@ def visible(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
+def visible_name(name: str) -> str:
+    """A name in one line: line ends, tabs and what turns the direction of writing are written out as well."""
+    return _ESCAPED_IN_NAMES.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), name)
+
+
 def write_json(value: Any) -> None:
     """One JSON value on one line of stdout."""
     escape = not (sys.stdout.encoding or "").lower().startswith("utf")
@@ -85,7 +92,7 @@ def fact_table(rows: Iterable[tuple[str, str]]) -> Table:
     filled = table("name", "value")
     filled.show_header = False
     for name, value in rows:
-        filled.add_row(name, visible(value))
+        filled.add_row(name, visible_name(value))
     return filled
 
 
@@ -95,6 +102,20 @@ def print_table(console: Console, filled: Table) -> None:
         console.print(filled)
     for line in capture.get().splitlines():
         console.file.write(line.rstrip() + "\n")
+
+
+def progress_bar(*, live: bool) -> Progress:
+    """A bar on stderr: a task's description, count and time left, gone when it ends; nothing unless `live`."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=notes(),
+        expand=True,
+        transient=True,
+        disable=not live,
+    )
 
 
 def byte_size(n_bytes: int) -> str:
@@ -116,17 +137,6 @@ def kib(n_bytes: int) -> str:
 def counted(n: int, noun: str) -> str:
     """A number and its noun: 1 document, 1,200 documents."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
-
-
-def positive_int(text: str) -> int:
-    """The type of an option that is a count."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 1 or more")
-    return value
 
 
 class StreamedText:

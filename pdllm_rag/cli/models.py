@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from pdllm_rag.cli.console import counted, fact_table, kib, print_table, results, table, write_json
+from pdllm_rag.cli.opening import add_store, is_store_given, open_store
 
 if TYPE_CHECKING:
     from pdllm_rag.models.spec import ModelSpec
@@ -23,7 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     listing.set_defaults(run=run, act=_list)
     info = actions.add_parser("info", help="describe a model from its config and tokenizer")
     info.add_argument("name", metavar="NAME", help="bundled model or checkpoint folder")
-    info.add_argument("--store", metavar="DIR", help="also count this store's documents of the model")
+    add_store(info, help="also count this store's documents of the model", required=False, may_read_only=True)
     info.set_defaults(run=run, act=_info)
     for action in (listing, info):
         action.add_argument("--json", action="store_true", help="print one JSON object")
@@ -74,8 +75,8 @@ def _info(args: argparse.Namespace) -> int:
 
     spec, tokenizer, config = read_spec(args.name)
     facts = _facts(spec, tokenizer.digest)
-    if args.store:
-        facts["store"] = _in_store(args.store, args.name, tokenizer.digest, config)
+    if is_store_given(args):
+        facts["store"] = _in_store(args, tokenizer.digest, config)
     if args.json:
         write_json(facts)
     else:
@@ -133,15 +134,12 @@ def _facts(spec: ModelSpec, tokenizer_digest: str) -> dict[str, Any]:
     }
 
 
-def _in_store(path: str, name: str, tokenizer_digest: str, config: dict[str, Any]) -> dict[str, Any]:
+def _in_store(args: argparse.Namespace, tokenizer_digest: str, config: dict[str, Any]) -> dict[str, Any]:
     """The model's documents in a store."""
-    from pdllm_store import LMDBStore
-
     from pdllm_rag.models.loader import locate, weight_files, weights_digest
 
-    store = LMDBStore.open(path, create=False)
-    try:
-        digest = weights_digest(weight_files(locate(name)), config)
+    with open_store(args) as store:
+        digest = weights_digest(weight_files(locate(args.name)), config)
         own = [
             fingerprint
             for fingerprint in store.fingerprints()
@@ -149,8 +147,6 @@ def _in_store(path: str, name: str, tokenizer_digest: str, config: dict[str, Any
         ]
         n_documents = sum(len(store.documents(fingerprint)) for fingerprint in own)
         return {"path": store.path, "weights_digest": digest, "documents": n_documents}
-    finally:
-        store.close()
 
 
 def _show(facts: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from pdllm_rag.cli.console import positive_int
+from pdllm_rag.cli.values import not_negative, positive_int, probability
 
 if TYPE_CHECKING:
     from pdllm_rag.config import AskOptions
@@ -23,7 +23,7 @@ def add_asking(parser: argparse.ArgumentParser) -> None:
     tuning.add_argument("--candidates", type=positive_int, default=8, metavar="N", help="chunks scored (default: 8)")
     tuning.add_argument(
         "--score-window",
-        type=_not_negative,
+        type=not_negative,
         metavar="NATS",
         help="leave out chunks that score this far below the best; inf reads all k (default: the model family's)",
     )
@@ -32,7 +32,7 @@ def add_asking(parser: argparse.ArgumentParser) -> None:
     tuning.add_argument("--placement", choices=PLACEMENTS, default="sequential", help="(default: sequential)")
     tuning.add_argument(
         "--threshold",
-        type=_probability,
+        type=probability,
         default=0.9,
         metavar="P",
         help="commit tokens surer than this (default: 0.9)",
@@ -57,24 +57,3 @@ def asking_options(args: argparse.Namespace, **others: object) -> AskOptions:
             **others,
         }
     )
-
-
-def _probability(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    value = _number(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of 0 or more, or inf")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number") from None

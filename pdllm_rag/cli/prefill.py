@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -20,18 +22,20 @@ from rich.progress import (
 from rich.text import Text
 
 from pdllm_rag.cli.console import (
+    COMPUTED_AGAIN,
     byte_size,
     counted,
     kib,
     notes,
     on_terminal,
-    positive_int,
     print_indented,
     results,
     say,
     visible,
     write_json,
 )
+from pdllm_rag.cli.opening import add_store, open_engine
+from pdllm_rag.cli.values import positive_int, size
 
 if TYPE_CHECKING:
     from pdllm_store import KVDtype, ModelFingerprint
@@ -51,12 +55,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "already costs nothing, and a run that was interrupted goes on where it stopped.",
     )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="file, folder or pattern ('docs/**/*.md')")
-    parser.add_argument("--store", required=True, metavar="DIR", help="folder of the store, made if need be")
+    add_store(parser, help="folder of the store, made if need be")
     parser.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
     parser.add_argument(
         "--chunk-len", type=positive_int, metavar="N", help="tokens of a chunk (default: the model family's)"
     )
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="dtype of a new store (default: bfloat16)")
+    parser.add_argument(
+        "--max-bytes",
+        type=size,
+        metavar="SIZE",
+        help="cap of the store's file from now on, such as 500MB or 2GiB; at the cap, the KV that was not used for the "
+        "longest time is dropped (default: the store's, none for a new one)",
+    )
     parser.add_argument("--id-prefix", default="", metavar="P", help="put in front of every document id")
     parser.add_argument("--prune", action="store_true", help="delete documents whose file is gone")
     parser.add_argument(
@@ -68,17 +79,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Prefill; 1 if there were documents and every one of them failed."""
-    from pdllm_rag.engine import RagEngine
-
+    if (nothing := _nothing_to_read(args)) is not None:
+        return _tell(nothing, args)
     live = on_terminal(sys.stderr) and not args.json
     console = notes()
     with console.status(f"Loading {args.model}") if live else nullcontext():
-        engine = RagEngine.open(args.store, args.model, kv_dtype=args.kv_dtype, chunk_len=args.chunk_len)
+        engine = open_engine(
+            args, create=True, kv_dtype=args.kv_dtype, chunk_len=args.chunk_len, max_bytes=args.max_bytes
+        )
     with engine:
+        evictions = engine.store.stats().evictions
         if not args.json:
             per_token, dtype = engine.fingerprint.bytes_per_token, engine.fingerprint.kv_dtype
-            size = f"{kib(per_token)} a token in {dtype}, {byte_size(1000 * per_token)} per 1,000 tokens"
-            console.print(Text(f"{visible(args.store)}: {size}"))
+            each = f"{kib(per_token)} a token in {dtype}, {byte_size(1000 * per_token)} per 1,000 tokens"
+            console.print(Text(f"{visible(args.store)}: {each}"))
         with _Meter(console, live=live) as meter:
             report = engine.prefill(
                 args.paths,
@@ -88,22 +102,42 @@ def run(args: argparse.Namespace) -> int:
                 prune=args.prune,
                 shard=args.shard,
             )
-    if not live:
+        n_evicted = engine.store.stats().evictions - evictions
+    costs = [_disk(report, engine.fingerprint)] if report.bytes_written else []
+    if n_evicted > 0:
+        costs.append(f"{counted(n_evicted, 'chunk')} evicted to stay below the cap; {COMPUTED_AGAIN}")
+    return _tell(report, args, costs)
+
+
+def _nothing_to_read(args: argparse.Namespace) -> PrefillReport | None:
+    """The report if there are neither files nor a store: then no store is made, and no model is loaded."""
+    from pdllm_rag.prefill import Failure, PrefillReport
+    from pdllm_rag.sources import find
+
+    if os.path.exists(os.path.join(args.store, "data.mdb")):
+        return None
+    found = find(args.paths, id_prefix=args.id_prefix)
+    return None if found.files else PrefillReport(failed=[Failure(*problem) for problem in found.problems])
+
+
+def _tell(report: PrefillReport, args: argparse.Namespace, costs: Sequence[str] = ()) -> int:
+    """Print the report; the exit status that it means."""
+    if args.json or not on_terminal(sys.stderr):
         say("done", f"{_documents(report)}; {_speed(report)}")
     if args.json:
         write_json(report.as_dict())
     else:
-        _show(report, engine.fingerprint, results())
+        _show(report, costs, results())
     n_good = report.added + report.updated + report.unchanged
     return 1 if report.failed and not n_good else 0
 
 
-def _show(report: PrefillReport, fingerprint: ModelFingerprint, console: Console) -> None:
+def _show(report: PrefillReport, costs: Sequence[str], console: Console) -> None:
     console.print(_documents(report))
     chunks = f"{counted(report.chunks_computed, 'chunk')} computed, {report.chunks_reused:,} reused"
     console.print(f"{chunks}; {_speed(report)}")
-    if report.bytes_written:
-        console.print(_disk(report, fingerprint))
+    for line in costs:
+        console.print(line)
     for title, entries in (
         ("Failed", [_reason(failure) for failure in report.failed]),
         ("Missing, their files are gone (--prune deletes them)", report.missing),

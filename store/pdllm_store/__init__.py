@@ -12,6 +12,7 @@ from pdllm_store.errors import (
     StoreFullError,
     StoreMismatchError,
     StoreNotFoundError,
+    StoreReadOnlyError,
 )
 from pdllm_store.lmdb_store import LMDBStore
 from pdllm_store.memory_store import MemoryStore
@@ -66,6 +67,7 @@ __all__ = [
     "StoreFullError",
     "StoreMismatchError",
     "StoreNotFoundError",
+    "StoreReadOnlyError",
     "StoreStats",
     "VerifyReport",
 ]

@@ -95,7 +95,15 @@ def add(tables: Tables, fingerprint: ModelFingerprint, document: Document) -> bo
 
 def delete(tables: Tables, fingerprint: ModelFingerprint, doc_id: str) -> bool:
     """Delete a document, damaged or not, and the chunks that only it refers to; False if there is none."""
-    key = document_key(fingerprint.digest, doc_id)
+    return _delete(tables, document_key(fingerprint.digest, doc_id))
+
+
+def delete_all(tables: Tables) -> int:
+    """Delete every document of every model, damaged or not; returns how many."""
+    return sum(_delete(tables, key) for key in [key for key, _ in tables.scan("documents")])
+
+
+def _delete(tables: Tables, key: bytes) -> bool:
     old = _row_or_damaged(tables, key)
     if old is None:
         return False
@@ -104,7 +112,7 @@ def delete(tables: Tables, fingerprint: ModelFingerprint, doc_id: str) -> bool:
     pins = int(isinstance(old, DocumentRow) and old.pinned)
     for chunk_id, n_refs in _drop_refs(tables, key).items():
         chunks.refer(tables, chunk_id, -n_refs, pins=-pins)
-    count_documents(tables, fingerprint.digest, -1)
+    count_documents(tables, key[:ID_BYTES], -1)
     count_generation(tables)
     return True
 

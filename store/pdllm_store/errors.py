@@ -7,6 +7,7 @@ PdllmError
 |   |-- StoreMismatchError        made with another stored dtype, or holds documents of another model only
 |   |-- StoreFullError            the byte cap or the disk is reached
 |   |-- StoreClosedError          used after close()
+|   |-- StoreReadOnlyError        opened read-only
 |   |-- RecordDamagedError        a record failed its checksum or does not parse
 |   |-- ChunkNotFoundError        a chunk has no stored KV
 |   |-- DocumentNotFoundError     no such document
@@ -45,8 +46,16 @@ class StoreClosedError(StoreError):
     """The store was used after `close()`."""
 
 
+class StoreReadOnlyError(StoreError):
+    """A store that was opened read-only was to be changed."""
+
+
 class RecordDamagedError(StoreError):
-    """A record failed its checksum or does not parse."""
+    """A record or row failed its checksum or does not parse; `chunk_ids` names the chunks whose rows did."""
+
+    def __init__(self, message: str, chunk_ids: tuple[bytes, ...] = ()) -> None:
+        super().__init__(message)
+        self.chunk_ids = chunk_ids
 
 
 class ChunkNotFoundError(StoreError):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pdllm_store import documents, registry
 from pdllm_store.compaction import compact
 from pdllm_store.environment import Environment
-from pdllm_store.errors import DocumentNotFoundError, StoreError, StoreMismatchError
+from pdllm_store.errors import DocumentNotFoundError, StoreMismatchError, StoreReadOnlyError
 from pdllm_store.eviction import check_max_bytes
 from pdllm_store.keyed import check_key
 from pdllm_store.location import DERIVED_FOLDER, check_file_system, may_lock
@@ -129,7 +129,7 @@ class LMDBStore(TableStore):
             return None  # files there would carry no MAC
         folder = os.path.join(self._path, DERIVED_FOLDER)
         if not self._options["read_only"]:
-            with contextlib.suppress(FileExistsError):
+            with contextlib.suppress(OSError):
                 os.mkdir(folder, mode=0o700)
         return folder if os.path.isdir(folder) else None
 
@@ -143,28 +143,34 @@ class LMDBStore(TableStore):
         self._check_alone("compact")
         return compact(self._environment)
 
-    def purge(self, wanted: Collection[tuple[ModelFingerprint, str]]) -> int:
+    def purge(self, wanted: Collection[tuple[ModelFingerprint, str]] | None) -> int:
         """Delete documents so that nothing of them is left in the store's files; returns the bytes given back.
 
-        As `delete_document` and `compact` in one step, and the old file is overwritten before it is unlinked. What the
-        file system, snapshots and backups keep is beyond the store.
+        As `delete_document` and `compact` in one step, and the old file is overwritten before it is unlinked, which
+        goes for everything that was deleted before as well. What the file system, snapshots and backups keep is beyond
+        the store.
+
+        Args:
+            wanted: models and ids; None for every document, damaged ones included.
 
         Raises:
             DocumentNotFoundError, StoreError, StoreFullError: as `compact`; nothing was deleted.
         """
         self._check_alone("purge")
 
-        def delete_all(tables: Tables) -> None:
-            for fingerprint, doc_id in wanted:
+        def delete(tables: Tables) -> None:
+            if wanted is None:
+                documents.delete_all(tables)
+            for fingerprint, doc_id in wanted or ():
                 if not documents.delete(tables, fingerprint, doc_id):
                     raise DocumentNotFoundError(f"{self._path} holds no document {doc_id!r}; nothing was deleted")
 
-        return compact(self._environment, delete_all)
+        return compact(self._environment, delete)
 
     def _check_alone(self, action: str) -> None:
         self._check_open()
         if self._options["read_only"]:
-            raise StoreError(f"{self._path} was opened read-only; open it without read_only to {action} it")
+            raise StoreReadOnlyError(f"{self._path} was opened read-only; open it without read_only to {action} it")
 
 
 class _Handle:
@@ -187,7 +193,8 @@ class _Handle:
 
     def write(self, body: Callable[[Tables], T], *, needed: int = 0) -> T:
         if self._read_only:
-            raise StoreError(f"{self._environment.path} was opened read-only; open it without read_only to change it")
+            path = self._environment.path
+            raise StoreReadOnlyError(f"{path} was opened read-only; open it without read_only to change it")
         return self._environment.write(body, needed=needed)
 
     def file_bytes(self) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from pdllm_store.chunks import chunk_row
 from pdllm_store.codec import TORCH_DTYPES, decode, encode
-from pdllm_store.errors import RecordDamagedError, StoreError
+from pdllm_store.errors import ChunkNotFoundError, RecordDamagedError, StoreError, StoreReadOnlyError
 from pdllm_store.loading import Failure, Read
 from pdllm_store.types import ChunkId, ChunkKV, ChunkMeta, KVDtype, ModelFingerprint, Recompute
 
@@ -66,14 +66,15 @@ class Recomputing:
         if damaged:
             try:
                 discard(damaged)
-            except StoreError as error:
-                logger.warning("%d damaged chunks stay in the store: %s", len(damaged), error)
+            except StoreReadOnlyError as error:
+                logger.info("%d damaged chunks stay in the store: %s", len(damaged), error)
         found: dict[ChunkId, ChunkKV] = {}
         for fingerprint, batch in self._batches(metas):
             try:
                 put(fingerprint, batch)
             except StoreError as error:
-                logger.warning("%d chunks were computed again but not written back: %s", len(batch), error)
+                level = logging.INFO if isinstance(error, StoreReadOnlyError) else logging.WARNING
+                logger.log(level, "%d chunks were computed again but not written back: %s", len(batch), error)
             found |= {meta.chunk_id: self._as_stored(kv) for meta, kv in batch}
         for chunk_id in failures:
             if chunk_id not in found:
@@ -92,16 +93,22 @@ class Recomputing:
             return Comparison(0, [])
         if not self._known:
             raise ValueError("no model can compute chunks again here; give the store one by recompute_with")
-        known = [chunk_id for chunk_id in sorted(chunk_ids) if chunk_id in self._metas([chunk_id], read)]
+        known = sorted(self._metas(chunk_ids, read))
         sample = random.Random(seed).sample(known, math.ceil(share * len(known)))
         differing = []
+        n_compared = 0
         for start in range(0, len(sample), _COMPARED_AT_ONCE):
             metas = self._metas(sample[start : start + _COMPARED_AT_ONCE], read)
             for _, batch in self._batches(metas):
                 for meta, kv in batch:
-                    if self._difference(load(meta.chunk_id), kv) > TOLERANCE[self._kv_dtype]:
+                    try:
+                        stored = load(meta.chunk_id)
+                    except (ChunkNotFoundError, RecordDamagedError):
+                        continue  # it was deleted, evicted or damaged since it was found sound
+                    n_compared += 1
+                    if self._difference(stored, kv) > TOLERANCE[self._kv_dtype]:
                         differing.append(meta.chunk_id)
-        return Comparison(len(sample), differing)
+        return Comparison(n_compared, differing)
 
     def _metas(self, chunk_ids: Sequence[ChunkId], read: Read) -> dict[ChunkId, tuple[bytes, ChunkMeta]]:
         """Digest and meta of each chunk whose row is whole and whose model has a function."""

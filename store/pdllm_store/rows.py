@@ -110,7 +110,8 @@ def unseal(what: str, key: bytes, value: Buffer) -> bytes:
 
 
 def damaged(what: str, key: bytes, reason: str) -> RecordDamagedError:
-    return RecordDamagedError(f"{what} {key.hex()} is damaged: {reason}; run `verify`, then write it again")
+    message = f"{what} {key.hex()} is damaged: {reason}; run `verify`, then write it again"
+    return RecordDamagedError(message, (key,) if what == "chunk" else ())
 
 
 def pack_chunk(key: bytes, row: ChunkRow) -> bytes:

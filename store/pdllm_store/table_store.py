@@ -223,6 +223,10 @@ class TableStore:
     def delete_document(self, fingerprint: ModelFingerprint, doc_id: str) -> bool:
         return self._writes.write(lambda tables: documents.delete(tables, fingerprint, doc_id))
 
+    def delete_all(self) -> int:
+        """Delete every document of every model, damaged ones included; returns how many."""
+        return self._writes.write(documents.delete_all)
+
     def set_pinned(self, fingerprint: ModelFingerprint, doc_id: str, *, pinned: bool) -> bool:
         """Keep a document's KV from eviction, or no longer; True if that changed anything.
 

@@ -38,6 +38,7 @@ NAMES = [
     "StoreFullError",
     "StoreMismatchError",
     "StoreNotFoundError",
+    "StoreReadOnlyError",
     "StoreStats",
     "VerifyReport",
 ]

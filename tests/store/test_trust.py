@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import stat
@@ -183,6 +184,11 @@ def test_purged_documents_leave_no_bytes(tmp_path: Path, kv_dtype: KVDtype) -> N
         assert [info.doc_id for info in store.documents(fingerprint)] == ["kept"]
         assert store.missing([kept.chunk_id]) == []
         assert store.verify().ok
+        add_chunks(store, fingerprint, "before", [3], text="Taubenschlagkante" * 300)
+        store.delete_document(fingerprint, "before")
+        assert b"Taubenschlagkante" in path.read_bytes()
+        store.purge([])
+        traces.append(b"Taubenschlagkante")
         left = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
         assert not [trace for trace in traces if trace in left]
         assert not any(os.pread(old, 1 << 24, 0))  # the file that was replaced
@@ -258,7 +264,7 @@ def test_what_a_read_only_store_lacks_is_computed_and_not_written(
         (meta,) = add_chunks(store, FINGERPRINT, "d", [1])
         store.evict()
     item = random_chunk(FINGERPRINT, seed=1)
-    with LMDBStore.open(tmp_path, read_only=True) as store:
+    with LMDBStore.open(tmp_path, read_only=True) as store, caplog.at_level(logging.INFO):
         store.recompute_with(FINGERPRINT, lambda _metas: iter([[item]]))
         fetched = store.fetch([meta.chunk_id])
         assert torch.equal(fetched.kv[meta.chunk_id].k, item[1].k)
@@ -288,3 +294,19 @@ def test_a_store_that_is_removed_while_open_is_not_used_any_more(tmp_path: Path,
         ):
             with pytest.raises(StoreError, match="removed or replaced"):
                 use()
+
+
+def test_everything_can_be_deleted_even_what_has_lost_its_name(tmp_path: Path) -> None:
+    with LMDBStore.open(tmp_path) as store:
+        for seed, doc_id in enumerate(("a", "b", "c")):
+            add_chunks(store, FINGERPRINT, doc_id, [seed], text="Quarzsandtrichter" * 10)
+        key = document_key(FINGERPRINT.digest, "b")
+        store._transactions.write(lambda tables: tables.put("documents", key, b"damaged"))
+        assert len(store.documents(FINGERPRINT)) == 2
+        assert store.delete_all() == 3
+        assert (store.stats().documents, store.stats().chunks) == (0, 0)
+        assert store.verify().ok
+        add_chunks(store, FINGERPRINT, "d", [4])
+        store.purge(None)
+        assert store.stats().documents == 0
+        assert b"Quarzsandtrichter" not in (tmp_path / "data.mdb").read_bytes()
