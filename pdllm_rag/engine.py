@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from pdllm_store import (
 from pdllm_rag import registry
 from pdllm_rag.answer import Answer
 from pdllm_rag.asking import Asking
+from pdllm_rag.cheaper import CheaperFetch
 from pdllm_rag.chunking import is_blank
 from pdllm_rag.clock import Clock
 from pdllm_rag.config import AskOptions
@@ -38,6 +39,7 @@ from pdllm_rag.retrieval import Retriever, Selection, needs_scores
 from pdllm_rag.scoring import ScoringOptions
 
 MAX_ATTEMPTS = 5  # of retrieving from a store that changes meanwhile
+LOADS = ("store", "auto")  # where KV comes from that is not in memory
 PASTED = "<context>"  # doc_id of chunks that came with the question
 
 
@@ -64,6 +66,7 @@ class RagEngine:
         scoring: ScoringOptions | None = None,
         chunk_len: int | None = None,
         pool_bytes: int = 1 << 30,
+        load: str = "store",
         release: Callable[[], None] | None = None,
     ) -> None:
         self.store = store
@@ -74,7 +77,10 @@ class RagEngine:
         chunk_len = model.spec.family.chunk_len if chunk_len is None else chunk_len
         self._prefiller = Prefiller(model, store, self.fingerprint, chunk_len=chunk_len)
         store.recompute_with(self.fingerprint, self._prefiller.recompute)
-        self._pool = KVPool(store, budget_bytes=pool_bytes)
+        if load not in LOADS:
+            raise ValueError(f"load is {load!r}; expected one of {', '.join(LOADS)}")
+        fetch = CheaperFetch(store, self._prefiller.recompute) if load == "auto" else store.fetch
+        self._pool = KVPool(store, fetch=fetch, budget_bytes=pool_bytes)
         self._index = BM25Index(store, self.fingerprint)
         self._retriever = Retriever(model, self._index, self._pool, scoring or ScoringOptions())
         self._asking = Asking(model, self._pool, chunk_len)
@@ -87,12 +93,14 @@ class RagEngine:
         *,
         kv_dtype: KVDtype | None = None,
         create: bool = True,
+        store_options: Mapping[str, Any] | None = None,
         device: str = "cpu",
         dtype: torch.dtype | None = None,
         options: AskOptions | None = None,
         scoring: ScoringOptions | None = None,
         chunk_len: int | None = None,
         pool_bytes: int = 1 << 30,
+        load: str = "store",
     ) -> RagEngine:
         """Open a store and load a model; weights already loaded in this process are shared.
 
@@ -101,19 +109,23 @@ class RagEngine:
             model: "demo", a checkpoint folder, or a loaded model.
             kv_dtype: stored dtype of a new store (default bfloat16); for an existing one it must fit.
             create: make the store if there is none.
+            store_options: of the folder's store, such as `max_bytes`, `key` and `read_only` (see `LMDBStore.open`).
             dtype: compute dtype; None takes the faster one.
             chunk_len: tokens of a chunk, BOS included; None takes the family's.
             pool_bytes: most bytes of chunk KV kept in memory between questions.
+            load: "store" reads KV from the store, "auto" computes it again where that is faster (`cheaper`).
 
         Raises:
-            StoreError, ModelError.
+            StoreError, ModelError; ValueError for `store_options` beside a `ChunkStore`, or bad ones.
         """
         if isinstance(model, str):
             read_spec(model)  # cheap, and before a mistyped model leaves an empty store behind
         if isinstance(store, (str, PathLike)):
-            opened: ChunkStore = LMDBStore.open(store, kv_dtype=kv_dtype, create=create)
+            opened: ChunkStore = LMDBStore.open(store, kv_dtype=kv_dtype, create=create, **store_options or {})
         else:
             opened = store
+            if store_options is not None:
+                raise ValueError("store_options were given beside an open store; give a folder, or open it with them")
             if kv_dtype is not None and kv_dtype != store.kv_dtype:
                 raise StoreMismatchError(f"the store keeps {store.kv_dtype}, asked for {kv_dtype}; open it without")
         try:
@@ -125,6 +137,7 @@ class RagEngine:
                 scoring=scoring,
                 chunk_len=chunk_len,
                 pool_bytes=pool_bytes,
+                load=load,
                 release=opened.close if opened is not store else None,
             )
         except BaseException:
@@ -304,14 +317,14 @@ class RagEngine:
         if isinstance(chunk_ids, (str, bytes)):
             raise ValueError("chunk_ids is a single id; expected a list of them")
         wanted = [_chunk_id(c) for c in chunk_ids]
-        by_id = {ref.chunk_id: ref for ref in reversed(self.store.refs(self.fingerprint))}
-        unknown = [c.hex() for c in wanted if c not in by_id]
+        refs = tuple(self._index.refs_of(wanted))
+        known = {ref.chunk_id for ref in refs}
+        unknown = [c.hex() for c in wanted if c not in known]
         if unknown:
             raise DocumentNotFoundError(
                 f"chunk {unknown[0]} belongs to no document of this model in {self.store.path}; "
                 "expected ids from retrieve() or `pdllm store list --json`"
             )
-        refs = tuple(by_id[c] for c in dict.fromkeys(wanted))
         return Found(self._sources(refs), Selection.unscored(refs), {}, exact=True)
 
     def _pasted(self, texts: Sequence[str], question: str, options: AskOptions, clock: Clock) -> Found:

@@ -1,25 +1,29 @@
 """BM25 over every chunk's text, by SQLite's FTS5: which few chunks are worth scoring.
 
-The index lives in memory and follows the store: when the store's generation has moved, only the documents that changed
-are taken out and put in. Words are case-folded, compatibility-normalised (composed, decomposed and full-width spellings
-are one), accent-free and stemmed for English; scripts without spaces are indexed sign by sign.
+The index lies in the store's folder of derived files, or in memory, and follows the store: when the store's generation
+has moved, only the documents that changed are taken out and put in. Words are case-folded, compatibility-normalised
+(composed, decomposed and full-width spellings are one), accent-free and stemmed for English; scripts without spaces are
+indexed sign by sign.
 """
 
 from __future__ import annotations
 
 import logging
-import sqlite3
 import threading
 import unicodedata
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import blake3
 from pdllm_store import ChunkId, ChunkRef, ChunkStore, DocumentNotFoundError, ModelFingerprint, RecordDamagedError
+
+from pdllm_rag.lexical_file import FileUnusableError, LexicalFile
+from pdllm_rag.lexical_tables import LexicalTables, doc_key
 
 logger = logging.getLogger(__name__)
 
-TITLE_WEIGHT = 0.5
+T = TypeVar("T")
 
 
 class Candidate(NamedTuple):
@@ -35,17 +39,10 @@ class BM25Index:
     def __init__(self, store: ChunkStore, fingerprint: ModelFingerprint) -> None:
         self._store = store
         self._fingerprint = fingerprint
-        self._lock = threading.Lock()
         self._generation: int | None = None
-        self._rows: dict[int, ChunkRef] = {}
-        self._documents: dict[str, tuple[object, list[int]]] = {}
-        self._database = sqlite3.connect(":memory:", check_same_thread=False)
-        self._database.execute(
-            "CREATE VIRTUAL TABLE chunks USING fts5(body, title, content='', contentless_delete=1, "
-            "tokenize='porter unicode61 remove_diacritics 2')"
-            if sqlite3.sqlite_version_info >= (3, 43)
-            else "CREATE VIRTUAL TABLE chunks USING fts5(body, title, tokenize='porter unicode61 remove_diacritics 2')"
-        )
+        self._file_is_usable = True
+        self._memory: LexicalTables | None = None
+        self._memory_lock = threading.Lock()
 
     def search(self, question: str, n: int, *, doc_ids: Collection[str] | None = None) -> list[Candidate]:
         """The n best chunks, best first, ties in document order; chunks without a shared word fill up to n.
@@ -55,27 +52,34 @@ class BM25Index:
         Args:
             doc_ids: only chunks of these documents.
         """
-        with self._lock:
-            self._follow()
+        words = list(dict.fromkeys(folded(question).split()))
+
+        def best(tables: LexicalTables) -> list[Candidate]:
             found: dict[ChunkId, Candidate] = {}
-            for candidate in self._ranked(question):
+            for candidate in _ranked(tables, words, doc_ids):
                 if len(found) == n:
                     break
-                if doc_ids is None or candidate.ref.doc_id in doc_ids:
-                    found.setdefault(candidate.ref.chunk_id, candidate)
+                found.setdefault(candidate.ref.chunk_id, candidate)
             return list(found.values())
+
+        return self._ask(best)
 
     def size(self) -> int:
         """Chunks indexed now."""
-        with self._lock:
-            self._follow()
-            return len(self._rows)
+        return self._ask(LexicalTables.size)
 
     def chunk_ids(self) -> set[ChunkId]:
         """Chunks indexed now."""
-        with self._lock:
-            self._follow()
-            return {ref.chunk_id for ref in self._rows.values()}
+        return self._ask(LexicalTables.chunk_ids)
+
+    def refs_of(self, chunk_ids: Iterable[ChunkId]) -> list[ChunkRef]:
+        """The first place of each distinct chunk in document order, in the order given; unknown ids are left out."""
+        wanted = dict.fromkeys(chunk_ids)
+
+        def first(tables: LexicalTables) -> list[ChunkRef]:
+            return [ref for chunk_id in wanted if (ref := tables.first_ref(chunk_id)) is not None]
+
+        return self._ask(first)
 
     @property
     def generation(self) -> int | None:
@@ -83,74 +87,109 @@ class BM25Index:
         return self._generation
 
     def close(self) -> None:
-        """Free the index; it is empty afterwards."""
-        with self._lock:
-            self._database.close()
+        """Free the memory of the index; its file stays."""
+        with self._memory_lock:
+            if self._memory is not None:
+                self._memory.close()
 
-    def _ranked(self, question: str) -> Iterator[Candidate]:
-        """Every chunk, those that share a word with the question first."""
-        words = list(dict.fromkeys(folded(question).split()))
-        seen = set()
-        if words:
-            query = " OR ".join(f'"{word}"' for word in words)
-            rows = self._database.execute(
-                f"SELECT -bm25(chunks, 1.0, {TITLE_WEIGHT}) AS score, rowid FROM chunks WHERE chunks MATCH ? "
-                "ORDER BY score DESC",
-                (query,),
-            )
-            for score, group in groupby(rows, key=lambda row: row[0]):
-                for ref in sorted(self._rows[rowid] for _, rowid in group):
-                    seen.add(ref)
-                    yield Candidate(ref, score)
-        for ref in sorted(self._rows.values()):
-            if ref not in seen:
-                yield Candidate(ref, 0.0)
+    # -- in step -----------------------------------------------------------------------------------------------
 
-    def _follow(self) -> None:
+    def _ask(self, read: Callable[[LexicalTables], T]) -> T:
+        """What `read` finds in tables that are in step with the store."""
+        folder = self._store.derived_dir if self._file_is_usable else None  # asked each time: it may have been removed
+        if folder is not None:
+            try:
+                return LexicalFile(folder, self._fingerprint.digest, read_only=self._store.read_only).ask(
+                    self._is_current, self._follow, read
+                )
+            except FileUnusableError as error:
+                logger.info("the lexical index is kept in memory: %s", error)
+                self._file_is_usable = False
+        with self._memory_lock:
+            if self._memory is None:
+                self._memory = LexicalTables.in_memory(self._fingerprint.digest)
+            if not self._is_current(self._memory):
+                with self._memory.transaction("IMMEDIATE"):
+                    self._follow(self._memory)
+            return read(self._memory)
+
+    def _is_current(self, tables: LexicalTables) -> bool:
         generation = self._store.generation
-        if generation == self._generation:
-            return
+        if not tables.follows(generation):
+            return False
+        self._generation = generation
+        return True
+
+    def _follow(self, tables: LexicalTables) -> None:
+        if self._is_current(tables):
+            return  # somebody else was faster
+        generation = self._store.generation
         infos = self._store.documents(self._fingerprint)
-        current = {info.doc_id: (info.text_id, info.recipe, info.chunk_ids) for info in infos}
-        for doc_id in [d for d, (state, _) in self._documents.items() if current.get(d) != state]:
-            _, rowids = self._documents.pop(doc_id)
-            for rowid in rowids:
-                self._database.execute("DELETE FROM chunks WHERE rowid = ?", (rowid,))
-                del self._rows[rowid]
-        for doc_id, state in current.items():
-            if doc_id not in self._documents:
+        current = {info.doc_id: _digest(info.text_id, info.recipe, info.chunk_ids) for info in infos}
+        expected = {doc_key(doc_id): digest for doc_id, digest in current.items()}
+        held = tables.documents()
+        for name, old in held.items():
+            if expected.get(name) != old.digest:
+                tables.delete(old.number)
+        for doc_id, digest in current.items():
+            known = held.get(doc_key(doc_id))
+            if known is None or known.digest != digest:
                 try:
-                    self._documents[doc_id] = (state, self._insert(doc_id))
+                    self._insert(tables, doc_id, digest)
                 except DocumentNotFoundError:
                     continue  # deleted meanwhile; the generation has moved on, so the next call looks again
                 except RecordDamagedError as error:
                     logger.warning("document %r is left out: %s", doc_id, error)
+        tables.set_generation(generation)
         self._generation = generation
 
-    def _insert(self, doc_id: str) -> list[int]:
+    def _insert(self, tables: LexicalTables, doc_id: str, digest: bytes) -> None:
         document = self._store.document(self._fingerprint, doc_id)
-        title = folded(doc_id)
-        rowids = []
-        for ref in document.chunks:
-            body = folded(document.text[ref.char_start : ref.char_end])
-            cursor = self._database.execute("INSERT INTO chunks(body, title) VALUES (?, ?)", (body, title))
-            assert cursor.lastrowid is not None
-            self._rows[cursor.lastrowid] = ref
-            rowids.append(cursor.lastrowid)
-        return rowids
+        bodies = ((ref, folded(document.text[ref.char_start : ref.char_end])) for ref in document.chunks)
+        tables.insert(doc_id, digest, folded(doc_id), bodies)
+
+
+def _ranked(tables: LexicalTables, words: Sequence[str], doc_ids: Collection[str] | None) -> Iterator[Candidate]:
+    """Every chunk, those that share a word with the question first."""
+    allowed = None if doc_ids is None else tables.numbers_of(doc_ids)
+    seen: set[int] = set()
+    if words:
+        for score, group in groupby(tables.matches(words), key=lambda match: match[0]):
+            numbers = [number for _, number in group if allowed is None or number in allowed]
+            for number, ref in tables.refs(numbers):
+                seen.add(number)
+                yield Candidate(ref, score)
+    for number, ref in tables.all_refs(doc_ids):
+        if number not in seen:
+            yield Candidate(ref, 0.0)
+
+
+def _digest(text_id: bytes, recipe: str, chunk_ids: Sequence[ChunkId]) -> bytes:
+    """16 bytes that change with whatever of a document is indexed."""
+    recipe_bytes = recipe.encode("utf-8", "surrogatepass")
+    fields = (text_id, len(recipe_bytes).to_bytes(8, "little"), recipe_bytes, *chunk_ids)
+    return blake3.blake3(b"".join(fields)).digest(16)
+
+
+class _Folding(dict[int, str]):
+    """What each code point becomes, for `str.translate`; filled as signs are met."""
+
+    def __missing__(self, point: int) -> str:
+        sign = chr(point)
+        if _stands_alone(sign):
+            folded_sign = f" {sign} "
+        else:
+            folded_sign = sign if sign.isalnum() or unicodedata.combining(sign) else " "
+        self[point] = folded_sign
+        return folded_sign
+
+
+_FOLDING = _Folding()
 
 
 def folded(text: str) -> str:
     """Text as words between blanks: NFKC, case-folded, everything but letters, digits and marks a blank."""
-    pieces = []
-    for sign in unicodedata.normalize("NFKC", text).casefold():
-        if _stands_alone(sign):
-            pieces.append(f" {sign} ")
-        elif sign.isalnum() or unicodedata.combining(sign):
-            pieces.append(sign)
-        else:
-            pieces.append(" ")
-    return "".join(pieces)
+    return unicodedata.normalize("NFKC", text).casefold().translate(_FOLDING)
 
 
 def _stands_alone(sign: str) -> bool:

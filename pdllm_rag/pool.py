@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from pdllm_store import ChunkId, ChunkKV, ChunkStore, Fetched
 
@@ -17,13 +17,21 @@ class KVPool:
     """A bounded cache in front of a store.
 
     Args:
+        fetch: gets the KV that is not in memory; None asks the store.
         budget_bytes: most bytes kept; one acquisition may exceed it while it lasts.
     """
 
-    def __init__(self, store: ChunkStore, *, budget_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        *,
+        fetch: Callable[[Sequence[ChunkId]], Fetched] | None = None,
+        budget_bytes: int = 1 << 30,
+    ) -> None:
         if budget_bytes < 0:
             raise ValueError(f"pool budget is {budget_bytes} bytes; expected 0 or more")
         self._store = store
+        self._fetch = fetch or store.fetch
         self._budget = budget_bytes
         self._entries: OrderedDict[ChunkId, ChunkKV] = OrderedDict()
         self._bytes = 0
@@ -45,7 +53,7 @@ class KVPool:
                     held[chunk_id] = self._entries[chunk_id]
         if held:
             self._store.touch(held)
-        fetched = self._store.fetch([chunk_id for chunk_id in wanted if chunk_id not in held])
+        fetched = self._fetch([chunk_id for chunk_id in wanted if chunk_id not in held])
         for chunk_id, entry in fetched.kv.items():
             self._keep(chunk_id, entry)
         kv = held | fetched.kv

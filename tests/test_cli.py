@@ -25,6 +25,7 @@ from pdllm_rag.cli import options as cli_options
 from pdllm_rag.cli.console import StreamedText
 from pdllm_rag.cli.main import build_parser
 from pdllm_rag.config import DECODERS, AskOptions
+from pdllm_rag.engine import LOADS
 from pdllm_rag.decoding import DecodeStep
 from pdllm_rag.engine import RagEngine
 from pdllm_rag.errors import NumericsError
@@ -95,6 +96,7 @@ def test_wrong_usage_ends_with_2_and_says_what_was_expected(
 
 def test_choices_and_defaults_are_those_of_the_engine() -> None:
     assert set(cli_options.DECODERS) == set(DECODERS)
+    assert cli_options.LOADS == LOADS
     assert set(cli_options.POLICIES) == set(POLICIES)
     assert set(cli_options.PLACEMENTS) == set(MODES)
     assert set(prefill.KV_DTYPES) == set(KV_DTYPES)

@@ -21,7 +21,7 @@ from pdllm_rag.cli.console import (
     write_json,
 )
 from pdllm_rag.cli.opening import add_store, open_engine
-from pdllm_rag.cli.options import add_asking, asking_options
+from pdllm_rag.cli.options import LOADS, add_asking, asking_options
 from pdllm_rag.cli.values import positive_int, seed, temperature
 
 if TYPE_CHECKING:
@@ -38,6 +38,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("question", metavar="QUESTION", help="the question; - reads it from stdin")
     add_store(parser, may_read_only=True)
+    parser.add_argument(
+        "--load",
+        choices=LOADS,
+        default="store",
+        help="read chunk KV from the store, or compute it again where that is faster (default: store)",
+    )
     parser.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
     parser.add_argument(
         "--filter",
@@ -99,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         waiting = notes().status(f"Loading {args.model}")
         if on_terminal(sys.stderr) and not args.json:
             stack.enter_context(waiting)
-        engine = stack.enter_context(open_engine(args))
+        engine = stack.enter_context(open_engine(args, load=args.load))
         trace = stack.enter_context(open(args.trace, "w", encoding="utf-8")) if args.trace else None
         waiting.update("Looking for sources")
         stack.callback(text.end)  # an error's line does not hang on half an answer

@@ -73,6 +73,7 @@ def open_engine(
     kv_dtype: KVDtype | None = None,
     chunk_len: int | None = None,
     max_bytes: int | None = None,
+    load: str = "store",
 ) -> RagEngine:
     """The model of a command line over its store.
 
@@ -83,7 +84,13 @@ def open_engine(
 
     options = {**_options(args), "max_bytes": max_bytes}
     return RagEngine.open(
-        args.store, args.model, create=create, kv_dtype=kv_dtype, chunk_len=chunk_len, store_options=options
+        args.store,
+        args.model,
+        create=create,
+        kv_dtype=kv_dtype,
+        chunk_len=chunk_len,
+        store_options=options,
+        load=load,
     )
 
 

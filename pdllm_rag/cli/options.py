@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 # Spelled out, so that `--help` needs no model code; a test keeps them equal to the engine's.
 DECODERS = ("static_kv", "vanilla")
+LOADS = ("store", "auto")
 POLICIES = ("independent", "joint")
 PLACEMENTS = ("sequential", "gap", "reuse")
 

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,10 @@ _BITS: dict[KVDtype, tuple[torch.dtype, str]] = {
 }
 _INT8_MAX = 127
 _MAX_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(_INT8_MAX), np.float32(0))  # times 127: finite
-_PIECE_ELEMENTS = 2**18
-_SERIAL_ELEMENTS = 30720
+# From 32768 elements on torch works in its thread pool, which on a busy machine takes a hundred times as long as doing
+# the same in the calling thread. numpy has no such pool, but no bfloat16 either.
+_SERIAL_ELEMENTS = 2**15 - 64  # whole vector registers
+_QUANTISED_AT_ONCE = 2**17  # elements: the two float32 arrays that this takes stay in the L2 cache
 
 
 def block_bytes(shape: Sequence[int], dtype: KVDtype) -> int:
@@ -54,7 +56,8 @@ def encode_into(tensor: torch.Tensor, dtype: KVDtype, out: memoryview) -> None:
         out: writable, exactly `block_bytes(tensor.shape, dtype)` long.
 
     Raises:
-        ValueError: the tensor is no float tensor, `out` has another length, or int8 is asked for inf or NaN.
+        ValueError: the tensor is no float tensor, `out` has another length, or int8 is asked for inf or NaN (`out`
+            may be half written then).
     """
     expected = block_bytes(tensor.shape, dtype)
     if len(out) != expected:
@@ -66,13 +69,8 @@ def encode_into(tensor: torch.Tensor, dtype: KVDtype, out: memoryview) -> None:
         _quantise(tensor, out)
         return
     bits, little_endian = _BITS[dtype]
-    stored = np.frombuffer(out, little_endian)
-    if tensor.dtype == TORCH_DTYPES[dtype]:
-        stored.reshape(tensor.shape)[...] = tensor.view(bits).numpy().view(little_endian[1:])
-        return
-    for start, piece in _pieces(tensor, _PIECE_ELEMENTS):
-        converted = _converted(piece, TORCH_DTYPES[dtype]).view(bits).numpy().view(little_endian[1:])
-        stored[start : start + converted.size] = converted.reshape(-1)
+    converted = _converted(tensor, TORCH_DTYPES[dtype]).view(bits).numpy().view(little_endian[1:])
+    np.frombuffer(out, little_endian).reshape(tensor.shape)[...] = converted
 
 
 def decode_into(block: Buffer, dtype: KVDtype, out: torch.Tensor) -> None:
@@ -95,8 +93,12 @@ def decode_into(block: Buffer, dtype: KVDtype, out: torch.Tensor) -> None:
         out.copy_(on_host)
     elif (raw := raw_view(out, dtype)) is not None:
         copy_raw(block, raw)
+    elif out.dtype == torch.float32:
+        _expand(block, dtype, out.numpy())
     else:
-        _expand(block, dtype, out)
+        expanded = np.empty(out.shape, np.float32)
+        _expand(block, dtype, expanded)
+        _convert(torch.from_numpy(expanded), out)
 
 
 def copy_raw(block: Buffer, raw: NDArray[Any]) -> None:
@@ -126,24 +128,8 @@ def decode(block: Buffer, dtype: KVDtype, shape: Sequence[int]) -> torch.Tensor:
     return out
 
 
-def _pieces(tensor: torch.Tensor, n_max: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Views [..., D] that make up the tensor in order, each after the number of elements before it.
-
-    A piece has at most `n_max` elements, but at least one vector.
-    """
-    n_elements = tensor.numel()
-    if n_elements <= n_max or tensor.dim() < 2:
-        yield 0, tensor
-        return
-    n_below = n_elements // len(tensor)
-    start = 0
-    for part in tensor.split(max(n_max // n_below, 1)):
-        for offset, piece in _pieces(part[0], n_max) if n_below > n_max else [(0, part)]:
-            yield start + offset, piece
-        start += part.numel()
-
-
 def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A CPU tensor as another float dtype; itself if it has that dtype."""
     if tensor.dtype == dtype:
         return tensor
     out = torch.empty(tensor.shape, dtype=dtype, device="cpu")
@@ -151,57 +137,71 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def _convert(tensor: torch.Tensor, out: torch.Tensor) -> None:
-    torch._foreach_copy_(
-        [piece for _, piece in _pieces(out, _SERIAL_ELEMENTS)],
-        [piece for _, piece in _pieces(tensor, _SERIAL_ELEMENTS)],
-    )
+def _convert(source: torch.Tensor, out: torch.Tensor) -> None:
+    """Do `out.copy_(source)` in the calling thread."""
+    if out.numel() <= _SERIAL_ELEMENTS:
+        out.copy_(source)
+        return
+    n_below = out.numel() // len(out)
+    if n_below <= _SERIAL_ELEMENTS:
+        n_each = _SERIAL_ELEMENTS // n_below
+        # All pieces in one call: each call gives up the interpreter lock, and waits for other threads to get it back.
+        torch._foreach_copy_(torch.split(out, n_each), torch.split(source, n_each))
+    else:
+        for source_part, out_part in zip(source, out, strict=True):
+            _convert(source_part, out_part)
 
 
-def _expand(block: Buffer, dtype: KVDtype, out: torch.Tensor) -> None:
-    """Write a block by way of float32, which holds all three dtypes exactly (int8 but for one rounding)."""
-    n_scales = math.prod(out.shape[:-1]) if dtype == "int8" else 0
-    view = memoryview(block)
-    scales = np.frombuffer(view[: 4 * n_scales], "<f4")
-    stored = np.frombuffer(view[4 * n_scales :], "i1" if dtype == "int8" else _BITS[dtype][1])
-    for start, piece in _pieces(out, _PIECE_ELEMENTS):
-        part = stored[start : start + piece.numel()].reshape(piece.shape)
-        expanded = piece.numpy() if piece.dtype == torch.float32 else np.empty(piece.shape, np.float32)
-        if dtype == "bfloat16":  # the upper half of a float32
-            np.left_shift(part, 16, out=expanded.view(np.uint32), dtype=np.uint32)
-        elif dtype == "float32":
-            expanded.view(np.uint32)[...] = part
-        elif piece.numel():
-            first = start // piece.shape[-1]
-            lead = piece.shape[:-1]
-            np.multiply(part, scales[first : first + math.prod(lead)].reshape(*lead, 1), out=expanded)
-        if piece.dtype != torch.float32:
-            _convert(torch.from_numpy(expanded), piece)
+def _widen(bits: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
+    """Write bfloat16 as float32: it is the upper half."""
+    np.left_shift(bits, 16, out=out.view(np.uint32), dtype=np.uint32)
+
+
+def _expand(block: Buffer, dtype: KVDtype, out: NDArray[np.float32]) -> None:
+    """Write a block as float32 [..., D], which holds all three dtypes exactly (int8 but for one rounding)."""
+    if dtype == "bfloat16":
+        _widen(np.frombuffer(block, "<u2").reshape(out.shape), out)
+    elif dtype == "float32":
+        out.view(np.uint32)[...] = np.frombuffer(block, "<u4").reshape(out.shape)
+    else:
+        n_scale_bytes = 4 * math.prod(out.shape[:-1])
+        scales = np.frombuffer(block[:n_scale_bytes], "<f4").reshape(*out.shape[:-1], 1)
+        np.multiply(np.frombuffer(block[n_scale_bytes:], "i1").reshape(out.shape), scales, out=out)
 
 
 def _quantise(tensor: torch.Tensor, out: memoryview) -> None:
     """Write the scales [...] and the values [..., D] of a tensor [..., D]."""
-    n_scales = math.prod(tensor.shape[:-1])
-    scales = np.frombuffer(out[: 4 * n_scales], "<f4")
-    values = np.frombuffer(out[4 * n_scales :], "i1")
+    n_vectors = math.prod(tensor.shape[:-1])
+    scales = np.frombuffer(out[: 4 * n_vectors], "<f4")
     if tensor.numel() == 0:
         scales[...] = 0
         return
-    head_dim = tensor.shape[-1]
-    for start, piece in _pieces(tensor, _PIECE_ELEMENTS):
-        x = _converted(piece, torch.float32).numpy().reshape(-1, head_dim)
-        # Without their signs, floats are in the order of their bits, inf and NaN last.
-        scratch = np.bitwise_and(x.view(np.uint32), 0x7FFFFFFF)
-        amax = np.maximum.reduceat(scratch.reshape(-1), np.arange(0, x.size, head_dim)).view(np.float32)
-        if not np.isfinite(amax).all():
-            raise ValueError("int8 cannot hold inf or NaN: store these keys and values as bfloat16 or float32")
-        exact = amax / np.float32(_INT8_MAX)
-        # A subnormal scale has too few bits left to divide by.
-        kept = np.where(exact < np.finfo(np.float32).tiny, np.float32(0), np.minimum(exact, _MAX_SCALE))
-        divisors = np.where(kept > 0, kept, np.float32(np.inf))
-        # No quotient rounds to more than 127: amax / scale is 127 but for the rounding of the scale.
-        rounded = np.divide(x, divisors[:, np.newaxis], out=scratch.view(np.float32))
-        np.rint(rounded, out=rounded)
-        first = start // head_dim
-        scales[first : first + len(kept)] = kept
-        np.copyto(values[start : start + x.size].reshape(x.shape), rounded, casting="unsafe")
+    values = np.frombuffer(out[4 * n_vectors :], "i1").reshape(n_vectors, -1)
+    bits = raw_view(tensor, "bfloat16")
+    source = (_converted(tensor, torch.float32).numpy() if bits is None else bits).reshape(values.shape)
+    n_each = max(1, _QUANTISED_AT_ONCE // values.shape[1])
+    wide, scratch = np.empty((2, min(n_each, n_vectors), values.shape[1]), np.float32)
+    for first in range(0, n_vectors, n_each):
+        piece = slice(first, first + n_each)
+        x = source[piece]
+        if bits is not None:
+            _widen(x, wide[: len(x)])
+            x = wide[: len(x)]
+        scales[piece] = _scales(x, scratch[: len(x)])
+        divisors = np.where(scales[piece] > 0, scales[piece], np.float32(np.inf))
+        quotients = np.divide(x, divisors[:, np.newaxis], out=scratch[: len(x)])
+        # amax / scale is 127 but for two roundings of the scale, so that nothing is left to clip.
+        np.copyto(values[piece], np.rint(quotients, out=quotients), casting="unsafe")
+
+
+def _scales(x: NDArray[np.float32], scratch: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Scales [N] of vectors [N, D]; `scratch` is of the same shape, contiguous, and overwritten."""
+    # Without their signs floats sort like their bits, and the maxima of integers are found several times faster.
+    magnitudes = np.bitwise_and(x.view(np.uint32), 0x7FFFFFFF, out=scratch.view(np.uint32)).reshape(-1)
+    amax = np.maximum.reduceat(magnitudes, np.arange(0, x.size, x.shape[1])).view(np.float32)
+    if not np.isfinite(amax).all():
+        raise ValueError("int8 cannot hold inf or NaN: store these keys and values as bfloat16 or float32")
+    exact = amax / np.float32(_INT8_MAX)
+    # A subnormal scale has too few bits left to divide by.
+    scales: NDArray[np.float32] = np.where(exact < np.finfo(np.float32).tiny, 0, np.minimum(exact, _MAX_SCALE))
+    return scales

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import struct
 import time
 from collections import defaultdict
@@ -15,12 +16,13 @@ from pdllm_store.types import ID_BYTES, ModelStats
 _STATE_KEY = b"state"
 _STATE = struct.Struct("<2Q")
 _COUNTS = struct.Struct("<6Q")
+_LARGEST_STEP = 1 << 31
 
 
 class State(NamedTuple):
     """What is counted for the store as a whole."""
 
-    generation: int = 0  # raised by every change of documents
+    generation: int = 0  # raised by every change of documents, in random steps
     evictions: int = 0
 
 
@@ -39,9 +41,12 @@ def state_or_new(tables: Tables) -> State:
 
 
 def count_generation(tables: Tables) -> None:
-    """Say that documents were changed."""
+    """Say that documents were changed.
+
+    The step is random, so that copies of a store that went different ways do not meet at a number again.
+    """
     state = state_or_new(tables)
-    _write_state(tables, state._replace(generation=state.generation + 1))
+    _write_state(tables, state._replace(generation=state.generation + 1 + secrets.randbelow(_LARGEST_STEP)))
 
 
 def count_evictions(tables: Tables, n_chunks: int) -> None:

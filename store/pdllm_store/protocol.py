@@ -44,8 +44,16 @@ class ChunkStore(Protocol):
         ...
 
     @property
+    def read_only(self) -> bool:
+        """Whether this handle refuses to change the store; then nothing in `derived_dir` is to be changed either."""
+        ...
+
+    @property
     def generation(self) -> int:
-        """A number that every change of documents raises, read from the store itself (other processes count)."""
+        """A number that every change of documents raises, read from the store itself (other processes count).
+
+        Equal numbers mean equal documents, in copies of the store too.
+        """
         ...
 
     @property

@@ -77,6 +77,10 @@ class TableStore:
         return None
 
     @property
+    def read_only(self) -> bool:
+        return self._transactions.read_only
+
+    @property
     def generation(self) -> int:
         with self._transactions.read() as tables:
             return state_or_new(tables).generation
