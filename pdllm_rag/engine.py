@@ -18,6 +18,7 @@ from pdllm_store import (
     DocumentNotFoundError,
     KVDtype,
     LMDBStore,
+    RecordDamagedError,
     StoreMismatchError,
 )
 
@@ -258,7 +259,7 @@ class RagEngine:
                 texts = [context] if isinstance(context, str) else context
                 return self._pasted(texts, text, chosen, clock)
             if chunk_ids is not None:
-                return self._given(chunk_ids)
+                return self._mended(lambda: self._given(chunk_ids))
             return self._find(text, chosen, clock)
 
         return self._asking.events(question, chosen, find)
@@ -289,11 +290,21 @@ class RagEngine:
         for attempt in range(MAX_ATTEMPTS):
             generation = self.store.generation
             try:
-                return self._find_once(text, options, clock)
+                return self._mended(lambda: self._find_once(text, options, clock))
             except (DocumentNotFoundError, ChunkNotFoundError):
                 if self.store.generation == generation or attempt == MAX_ATTEMPTS - 1:
                     raise
         raise AssertionError("the last attempt returns or raises")
+
+    def _mended(self, find: Callable[[], Found]) -> Found:
+        """What `find` gives, after chunks whose rows turn out to be damaged were written again."""
+        for _ in range(self.options.k + MAX_ATTEMPTS):
+            try:
+                return find()
+            except RecordDamagedError as error:
+                if not self._prefiller.mend(self._index.refs_of(error.chunk_ids)):
+                    raise
+        return find()
 
     def _find_once(self, text: str, options: AskOptions, clock: Clock) -> Found:
         with clock.phase("first_stage"):

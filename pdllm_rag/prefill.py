@@ -241,6 +241,19 @@ class Prefiller:
         """KV of chunks again from their token ids, batch by batch."""
         return self._encoder.batches([meta.token_ids for meta in metas])
 
+    def mend(self, refs: Iterable[ChunkRef]) -> bool:
+        """Write chunks again whose rows are damaged, from the texts of their documents; True if any was mended."""
+        mended = False
+        for ref in refs:
+            document = self._store.document(self._fingerprint, ref.doc_id)
+            _, chunks = self.encode_text(ref.doc_id, document.text)
+            if ref.chunk_id in chunks:  # else it was cut by another recipe
+                logger.warning("chunk %s of %r is written again from its text", ref.chunk_id.hex(), ref.doc_id)
+                for batch in self._encoder.batches([chunks[ref.chunk_id]]):
+                    self._store.put(self._fingerprint, batch)
+                mended = True
+        return mended
+
     def encode_text(self, doc_id: str, text: str) -> tuple[Document, dict[ChunkId, NDArray[np.int32]]]:
         """Cut a text as `run` does, without storing anything: a document and its chunks' token ids."""
         entry = self._cut(InputDocument(doc_id, text, doc_id), text_id(text), PrefillReport(), replaces=False)

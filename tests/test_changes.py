@@ -145,6 +145,25 @@ def test_a_flipped_byte_on_disk_is_computed_again_and_the_answer_stays(tmp_path:
         assert engine.answer("Which codeword?", k=2).text == whole.text
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_a_damaged_chunk_row_is_made_again_from_the_text_and_the_answer_stays(
+    tiny_model: LoadedModel, given: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryStore(kv_dtype="float32")
+    engine = opened(tiny_model, store, pool_bytes=0)
+    engine.prefill([InputDocument("d", "\n\n".join(PARAGRAPHS), "d")])
+    refs = [ref.chunk_id for ref in store.refs(engine.fingerprint)]
+    arguments: dict[str, Any] = {"chunk_ids": refs} if given else {"k": len(refs)}
+    whole = engine.answer("Which codeword?", **arguments)
+    for chunk_id in refs[:2]:
+        store._transactions.write(lambda tables, key=chunk_id: tables.put("metas", key, b"damaged"))  # type: ignore[misc]
+    again = engine.answer("Which codeword?", **arguments)
+    assert again.text == whole.text
+    assert [c.doc_id for c in again.citations] == [c.doc_id for c in whole.citations]
+    assert caplog.text.count("is written again from its text") == 2
+    assert store.verify().ok
+
+
 def test_an_unchanged_document_with_lost_chunks_is_written_again(tiny_model: LoadedModel) -> None:
     engine = opened(tiny_model)
     documents = [InputDocument("d", "\n\n".join(PARAGRAPHS), "d")]
