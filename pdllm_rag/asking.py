@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pdllm_rag.answer import Answer, AnswerStats, ChunkCounts, Citation, best_passage, holds
+from pdllm_rag.attention import causal_block
 from pdllm_rag.clock import Clock
 from pdllm_rag.config import AskOptions
 from pdllm_rag.decoding import Canvas, Decoder, DecodeRequest, DecodeStep, Sampling
@@ -150,7 +151,7 @@ class Asking:
         return text, prompt
 
     def _room(self, prompt: Prompt, options: AskOptions) -> int:
-        return Canvas.room(len(prompt.ids), options.max_new_tokens, self.model.spec.family.block_len)
+        return Canvas.room(len(prompt.ids), options.max_new_tokens, self.model.spec.family)
 
     def _near_best(self, found: Found, options: AskOptions) -> list[Source]:
         """Sources whose score lies within the window below the best one's; rivals far below it only distract."""
@@ -187,18 +188,20 @@ class Asking:
                 )
                 break
             kept.append(source)
-        n_tokens = sum(len(source.token_ids) for source in kept)
-        if n_tokens > family.context_len:
+        lens = [len(source.token_ids) for source in kept]
+        n_positions = max(sum(lens), self._plan(lens, options).canvas_start)  # those of a gap count as well
+        if n_positions > family.context_len:
             logger.warning(
-                "%d context tokens are more than the %d that %s was trained on",
-                n_tokens,
+                "%d context positions are more than the %d tokens that %s was trained on",
+                n_positions,
                 family.context_len,
                 family.name,
             )
         return kept
 
     def _plan(self, lens: Sequence[int], options: AskOptions) -> Placement:
-        return plan_offsets(lens, options.placement, chunk_len=max(self.chunk_len, *lens, 1))
+        block = causal_block(self.model.spec.family) or 1
+        return plan_offsets(lens, options.placement, chunk_len=max(self.chunk_len, *lens, 1), multiple=block)
 
     def _read(
         self, ranked: Sequence[Source], found: Found, decoder: Decoder, options: AskOptions, clock: Clock

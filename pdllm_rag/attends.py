@@ -2,7 +2,8 @@
 
 - `DenseAttend`: every row of a sequence sees every row of it (or what a mask allows);
 - `CaptureAttend`: the same, and keeps keys and values: the prefill;
-- `SplitSAttend`: canvas rows see their own canvas and static chunk KV: scoring and decoding.
+- `SplitSAttend`: canvas rows see static chunk KV and their own canvas (of a block-causal model: no later block of it):
+  scoring and decoding.
 
 Axes: N packed rows, L rows of one sequence, H query heads, G key/value heads, D head dim, Y layers.
 """
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from pdllm_rag.attention import split_s_attention
+from pdllm_rag.attention import block_masks, split_s_attention
 from pdllm_rag.context import Context
 from pdllm_rag.models.rope import Rope, rotate
 
@@ -65,8 +66,16 @@ class DenseAttend:
 class CaptureAttend:
     """`DenseAttend` that keeps each layer's rotated keys and values, and one layer's mean un-rotated key."""
 
-    def __init__(self, rope: Rope, lens: Sequence[int], positions: torch.Tensor, *, sketch_layer: int) -> None:
-        self._dense = DenseAttend(rope, lens, positions)
+    def __init__(
+        self,
+        rope: Rope,
+        lens: Sequence[int],
+        positions: torch.Tensor,
+        masks: Sequence[torch.Tensor] | None = None,
+        *,
+        sketch_layer: int,
+    ) -> None:
+        self._dense = DenseAttend(rope, lens, positions, masks)
         self._lens = tuple(lens)
         self._sketch_layer = sketch_layer
         self.keys: list[torch.Tensor] = []
@@ -88,14 +97,17 @@ class SplitSAttend:
 
     Args:
         context: buffers with room for every sequence's canvas; its canvas rows are overwritten at each call.
+        block: positions of one block of a block-causal model, None for a bidirectional one.
         backend: a Split-S backend.
     """
 
-    def __init__(self, rope: Rope, context: Context, *, backend: str = "auto") -> None:
+    def __init__(self, rope: Rope, context: Context, *, block: int | None = None, backend: str = "auto") -> None:
         positions = torch.cat([s.positions() for s in context.sequences]).to(rope.inv_freq.device)
         self._cos, self._sin = rope.tables(positions)
         self._rope = rope
         self._context = context
+        n_rows = [s.n_rows for s in context.sequences]
+        self._masks: Sequence[torch.Tensor | None] = block_masks(positions, n_rows, block) or [None] * len(n_rows)
         self._backend = backend
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -103,11 +115,13 @@ class SplitSAttend:
         k = rotate(k, self._cos, self._sin).to(k.dtype)
         keys, values = self._context.k[layer], self._context.v[layer]
         parts, start = [], 0
-        for sequence in self._context.sequences:
+        for sequence, mask in zip(self._context.sequences, self._masks, strict=True):
             rows = slice(start, start + sequence.n_rows)
             canvas = slice(sequence.canvas_row, sequence.canvas_row + sequence.n_rows)
             keys[canvas], values[canvas] = k[rows], v[rows]
-            state = split_s_attention(q[rows], keys, values, sequence.table, rope=self._rope, backend=self._backend)
+            state = split_s_attention(
+                q[rows], keys, values, sequence.table, rope=self._rope, mask=mask, backend=self._backend
+            )
             parts.append(state.out)
             start = rows.stop
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,4 +1,6 @@
-"""Chunks to KV: each chunk encoded on its own, BOS first, positions 0..T-1, bidirectional inside.
+"""Chunks to KV: each chunk encoded on its own, BOS first, positions 0..T-1.
+
+Inside a chunk every token sees every token, or, in a block-causal family, its own block and the ones before it.
 
 Source: Prefilling-dLLM (arXiv 2606.10537), independent chunk prefill with one BOS anchor per chunk.
 """
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from pdllm_store import ChunkKV, ChunkMeta, ModelFingerprint
 
 from pdllm_rag.attends import CaptureAttend
+from pdllm_rag.attention import block_masks, causal_block
 from pdllm_rag.models.loader import LoadedModel
 
 BATCH_TOKENS = 1024
@@ -31,6 +34,7 @@ class ChunkEncoder:
         self._model = model
         self._fingerprint = fingerprint
         self._batch_tokens = batch_tokens
+        self._block = causal_block(model.spec.family)
         self._dtype = torch.bfloat16 if fingerprint.kv_dtype == "bfloat16" else torch.float32
 
     def batches(self, chunks: Sequence[NDArray[np.int32]]) -> Iterator[list[tuple[ChunkMeta, ChunkKV]]]:
@@ -52,7 +56,8 @@ class ChunkEncoder:
         lens = [len(chunk) for chunk in chunks]
         positions = torch.cat([torch.arange(length) for length in lens]).to(backbone.device)
         ids = torch.from_numpy(np.concatenate(chunks).astype(np.int64)).to(backbone.device)
-        capture = CaptureAttend(backbone.rope, lens, positions, sketch_layer=backbone.n_layers // 2)
+        masks = block_masks(positions, lens, self._block)
+        capture = CaptureAttend(backbone.rope, lens, positions, masks, sketch_layer=backbone.n_layers // 2)
         backbone.encode(ids, capture)
         keys = torch.split(torch.stack(capture.keys).to("cpu", self._dtype), lens, dim=1)
         values = torch.split(torch.stack(capture.values).to("cpu", self._dtype), lens, dim=1)

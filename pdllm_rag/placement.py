@@ -21,7 +21,9 @@ def plan_offsets(lens: Sequence[int], mode: str, *, chunk_len: int, multiple: in
     Args:
         mode: "sequential" (one after another), "gap" (slots of `chunk_len`, the published setting; a short chunk
             leaves a gap) or "reuse" (all at 0, the canvas after the longest).
-        multiple: offsets and canvas start are rounded up to it (the block of a block-causal family).
+        multiple: offsets and canvas start are rounded up to it: the block of a block-causal family, so that a chunk's
+            own blocks are blocks of the positions where it stands. Nothing stands between the end of a chunk and the
+            next multiple: those positions have no token and no key, and the chunk's last block is a short one.
 
     Raises:
         ValueError: an unknown mode, a length below 1, or a chunk longer than its slot in mode "gap".

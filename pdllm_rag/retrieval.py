@@ -1,7 +1,7 @@
 """From a question to the chunks that the model will read: first stage, draft, predictive scores, top-K.
 
 - the first stage (BM25) proposes a few candidates without reading any KV;
-- the scorer orders them by s_I; unless the best one leads clearly, a draft of the answer is made in one denoising step
+- the scorer orders them by s_I; unless the best one leads clearly, a draft of the answer is made in one step a block
   over the first stage's best chunks and s_P is added; an empty draft, or one that says that nothing was found, is not
   scored;
 - ties keep document order. With no more candidates than places, and no score window, nothing is scored.
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from pdllm_store import ChunkId, ChunkKV, ChunkRef
 
+from pdllm_rag.attention import causal_block
 from pdllm_rag.clock import Clock
 from pdllm_rag.decoding import CommitRule, DecodeRequest, StaticKVDecoder
 from pdllm_rag.first_stage import BM25Index
@@ -134,13 +135,14 @@ class Retriever:
         return self.model.spec.family.draft_weight if chosen is None else chosen
 
     def draft(self, question: Prompt, kvs: Sequence[ChunkKV]) -> list[int]:
-        """A one-step draft over some chunks; empty if the model has nothing to say or says that it found nothing."""
+        """A draft over some chunks; empty if the model has nothing to say or says that it found nothing."""
         decoder = StaticKVDecoder(self.model, CommitRule(threshold=0.0))
-        placement = plan_offsets([kv.k.shape[1] for kv in kvs], "sequential", chunk_len=0)
+        block = causal_block(self.model.spec.family) or 1
+        placement = plan_offsets([kv.k.shape[1] for kv in kvs], "sequential", chunk_len=0, multiple=block)
         request = DecodeRequest(question.ids, placement, self.scoring.draft_len, chunk_kv=kvs)
-        step = next(iter(decoder.steps([request])))
+        filled = {row: token for s in decoder.steps([request]) for row, token in zip(s.rows, s.tokens, strict=True)}
         draft = []
-        for token in step.tokens[: self.scoring.draft_len]:
+        for _, token in sorted(filled.items())[: self.scoring.draft_len]:
             if token in self.model.spec.eos_ids:
                 break
             draft.append(token)

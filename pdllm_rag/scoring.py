@@ -7,7 +7,8 @@
 Both are log-likelihoods: higher is better. (The paper writes s_I as a negative log-likelihood; its public code, like
 this, keeps the chunks with the highest likelihood.) A bidirectional model has no chain rule to sum along, so s_I is
 estimated by masking: `groups` passes, each hiding every groups-th question token and reading its probability;
-with as many groups as tokens this is leave-one-out.
+with as many groups as tokens this is leave-one-out. Under a block-causal mask "the other question tokens" are those
+up to the end of the token's block.
 
 Source: Prefilling-dLLM (arXiv 2606.10537), chunk selection by self-information and pseudo-likelihood.
 """
@@ -21,6 +22,7 @@ import torch
 from pdllm_store import ChunkKV
 
 from pdllm_rag.attends import SplitSAttend
+from pdllm_rag.attention import causal_block
 from pdllm_rag.context import Placed, gather
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.models.tokenizer import Prompt
@@ -78,8 +80,12 @@ class CandidateScorer:
         self._model = model
         self._question = question
         self._n = len(candidates)
+        self._block = causal_block(model.spec.family)
         self._context = gather(
-            [Placed((kv,), plan_offsets([kv.k.shape[1]], "sequential", chunk_len=0)) for kv in candidates],
+            [
+                Placed((kv,), plan_offsets([kv.k.shape[1]], "sequential", chunk_len=0, multiple=self._block or 1))
+                for kv in candidates
+            ],
             [len(question.ids) + draft_len] * self._n,
             model.backbone,
         )
@@ -104,7 +110,7 @@ class CandidateScorer:
 
     def _attend(self, n_rows: int) -> SplitSAttend:
         narrowed = self._context.narrowed(range(self._n), [n_rows] * self._n)
-        return SplitSAttend(self._model.backbone.rope, narrowed)
+        return SplitSAttend(self._model.backbone.rope, narrowed, block=self._block)
 
     def _log_p(self, ids: Sequence[int], rows: torch.Tensor, attend: SplitSAttend) -> torch.Tensor:
         """float32 [N, rows]: ln p of the true tokens at `rows`, all of them masked at once, per candidate."""

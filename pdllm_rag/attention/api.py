@@ -23,15 +23,18 @@ def split_s_attention(
     table: ChunkTable,
     *,
     rope: Rope | None = None,
+    mask: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> AttentionState:
-    """Full attention of every query row over the rows that `table` names, as one softmax.
+    """Attention of every query row over the rows that `table` names, as one softmax.
 
     Args:
         q: [L, H, D], rotated at absolute positions.
         k, v: [S, G, D], H a multiple of G; rows outside the table are never read.
         table: the splits; an offset o means that the keys stand o positions further on than they were rotated for.
         rope: needed when an offset is not 0.
+        mask: bool [L, rows of the last split], True where a query row sees a key of it, at least once in each row;
+            None: everywhere. The other splits are seen by every row.
         backend: "auto" (flash where it runs, else reference), "reference" or "flash".
 
     Returns:
@@ -49,6 +52,8 @@ def split_s_attention(
         raise ValueError(f"chunk table reaches beyond the buffer: runs {list(table.runs())}, buffer rows {k.shape[0]}")
     if any(table.offsets) and rope is None:
         raise ValueError("chunk table has offsets but no rope was given; pass the model's rope")
+    if mask is not None and mask.shape != (q.shape[0], table.lens[-1] if table.lens else 0):
+        raise ValueError(f"mask is {tuple(mask.shape)}; expected {q.shape[0]} query rows by the last of {table.lens}")
     can_flash = q.dtype in DTYPES.get(q.device.type, ())
     if backend == "auto":
         backend = "flash" if can_flash else "reference"
@@ -56,4 +61,4 @@ def split_s_attention(
         raise ValueError(f"attention backend {backend!r} is unknown; expected auto, {', '.join(BACKENDS)}")
     if backend == "flash" and not can_flash:
         raise ValueError(f"backend 'flash' runs {DTYPES}, got {q.dtype} on {q.device.type}; ask for 'reference'")
-    return BACKENDS[backend](q, k, v, table, rope=rope)
+    return BACKENDS[backend](q, k, v, table, rope=rope, mask=mask)

@@ -16,7 +16,13 @@ from pdllm_rag.models.rope import Rope
 
 
 def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: ChunkTable, *, rope: Rope | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: ChunkTable,
+    *,
+    rope: Rope | None,
+    mask: torch.Tensor | None,
 ) -> AttentionState:
     """As `split_s_attention`, slow and plain."""
     n_rows, n_heads, head_dim = q.shape
@@ -28,7 +34,7 @@ def reference(
         )
     ]
     group = n_heads // k.shape[1]
-    for start, length, offset in table.runs():
+    for index, (start, length, offset) in enumerate(table.runs(), start=1):
         queries = q.to(work)
         if offset:
             assert rope is not None
@@ -36,6 +42,8 @@ def reference(
         keys = k[start : start + length].to(work).repeat_interleave(group, dim=1)
         values = v[start : start + length].to(work).repeat_interleave(group, dim=1)
         scores = torch.einsum("lhd,thd->lht", queries, keys) / math.sqrt(head_dim)
+        if mask is not None and index == len(table.starts):
+            scores = scores.masked_fill(~mask[:, None], -torch.inf)
         lse = torch.logsumexp(scores, dim=-1)
         weights = torch.exp(scores - lse[..., None])
         states.append(AttentionState(torch.einsum("lht,thd->lhd", weights, values), lse))

@@ -39,11 +39,17 @@ class ChunkTable:
         """(start, len, offset) of every split."""
         return zip(self.starts, self.lens, self.offsets, strict=True)
 
-    def coalesced(self) -> ChunkTable:
-        """The same rows in the fewest runs: neighbours in the buffer with one offset become one split."""
+    def coalesced(self, *, apart: int = 0) -> ChunkTable:
+        """The same rows in the fewest runs: neighbours in the buffer with one offset become one split.
+
+        Args:
+            apart: so many of the last runs stay as they are.
+        """
         merged: list[tuple[int, int, int]] = []
-        for start, length, offset in self.runs():
-            if merged and merged[-1][2] == offset and merged[-1][0] + merged[-1][1] == start:
+        n_joined = len(self.starts) - apart
+        for index, (start, length, offset) in enumerate(self.runs()):
+            follows = merged and merged[-1][2] == offset and merged[-1][0] + merged[-1][1] == start
+            if follows and index < n_joined:
                 merged[-1] = (merged[-1][0], merged[-1][1] + length, offset)
             else:
                 merged.append((start, length, offset))

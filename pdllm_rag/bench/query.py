@@ -24,6 +24,7 @@ from typing import Any
 from pdllm_store import ChunkKV, LMDBStore
 
 from pdllm_rag.answer import AnswerStats
+from pdllm_rag.attention import causal_block
 from pdllm_rag.bench.machine import Spread, compare, describe, take_turns
 from pdllm_rag.bench.prefill import random_chunks
 from pdllm_rag.clock import PHASES
@@ -130,12 +131,13 @@ def _decodes(model: LoadedModel, shapes: QueryShapes, repeat: int, prompt: Promp
     vanilla = VanillaDecoder(endless, one_at_a_time)
 
     scoring = ScoringOptions()
+    block = causal_block(model.spec.family) or 1
     draft = chunks[0][-scoring.draft_len :].tolist() if model.spec.family.draft_weight else []
 
     def decode(decoder: Decoder, n_chunks: int, n_steps: int, chunk_kv: Sequence[ChunkKV] = ()) -> None:
         request = DecodeRequest(
             prompt.ids,
-            plan_offsets([shapes.chunk_len] * n_chunks, "sequential", chunk_len=shapes.chunk_len),
+            plan_offsets([shapes.chunk_len] * n_chunks, "sequential", chunk_len=shapes.chunk_len, multiple=block),
             model.spec.family.block_len,
             chunk_ids=[chunk.tolist() for chunk in chunks[:n_chunks]],
             chunk_kv=chunk_kv,

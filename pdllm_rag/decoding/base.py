@@ -2,7 +2,8 @@
 
 - prompt tokens never change, whatever their ids: holes are known by position, not by the mask id;
 - the canvas holds whole blocks of masks; an answer shorter than a block is a prefix of the same computation;
-- a committed end-of-answer token fills what follows it: nothing after it is ever computed or shown.
+- a committed end-of-answer token fills what follows it: nothing after it is ever computed or shown;
+- for a block-causal model answer blocks end where the model's blocks do: the prompt's tail stands fixed in the first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from pdllm_store import ChunkKV
 
+from pdllm_rag.attention import causal_block
+from pdllm_rag.models.families import Family
 from pdllm_rag.placement import Placement
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -96,13 +99,29 @@ class Decoder(Protocol):
 class Canvas:
     """Prompt and answer rows of one sequence.
 
+    Args:
+        block_len: masked rows of one answer block, a multiple of `align`.
+        align: rows of one block of the model's mask, 1 if it has none; row 0 begins one. The first answer block is
+            shorter by the prompt rows that stand in its first mask block.
+        lead: `align`, if the first token of a mask block is committed before its others, else 1. (Under logit shift the
+            row that predicts it lies in the block before and does not see its block, and the other rows were trained
+            on blocks whose first token is known.)
+
     Attributes:
         ids: int64 [prompt_len + answer rows], masks at uncommitted answer rows.
         masked: bool [answer rows].
     """
 
     def __init__(
-        self, prompt_ids: Sequence[int], *, mask_id: int, eos_ids: Sequence[int], block_len: int, max_new_tokens: int
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        mask_id: int,
+        eos_ids: Sequence[int],
+        block_len: int,
+        max_new_tokens: int,
+        align: int = 1,
+        lead: int = 1,
     ) -> None:
         if not prompt_ids:
             raise ValueError("the prompt has no tokens; expected at least one before the answer")
@@ -113,14 +132,20 @@ class Canvas:
         self._eos = torch.tensor(list(eos_ids))
         self._block_len = block_len
         self._max_new_tokens = max_new_tokens
+        self._lead = lead
         self.ids = torch.tensor(list(prompt_ids), dtype=torch.int64)
         self.masked = torch.zeros(0, dtype=torch.bool)
-        self._add_block()
+        self._add_rows(block_len - self.prompt_len % align)
 
     @staticmethod
-    def room(prompt_len: int, max_new_tokens: int, block_len: int) -> int:
-        """Rows that a canvas may come to: the prompt and whole blocks."""
-        return prompt_len + -(-max_new_tokens // block_len) * block_len
+    def room(prompt_len: int, max_new_tokens: int, family: Family) -> int:
+        """Rows that a canvas may come to: the prompt and whole blocks.
+
+        Raises:
+            ValueError: the family's blocks do not fit its mask.
+        """
+        tail = prompt_len % (causal_block(family) or 1)
+        return prompt_len - tail + -(-(tail + max_new_tokens) // family.block_len) * family.block_len
 
     @property
     def answer(self) -> torch.Tensor:
@@ -128,8 +153,12 @@ class Canvas:
         return self.ids[self.prompt_len :]
 
     def open_rows(self) -> torch.Tensor:
-        """int64 [M], answer positions still masked, ascending."""
-        return self.masked.nonzero()[:, 0]
+        """int64 [M], answer positions that may be filled now, ascending: masked ones that wait for no leading token."""
+        rows = self.masked.nonzero()[:, 0]
+        if self._lead == 1:
+            return rows
+        leading = (rows + self.prompt_len) // self._lead * self._lead - self.prompt_len  # below 0: in the prompt
+        return rows[(leading < 0) | (leading == rows) | ~self.masked[leading.clamp(min=0)]]
 
     def commit(self, rows: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill masked answer rows for good; whatever was masked after the first end-of-answer token repeats it.
@@ -163,13 +192,13 @@ class Canvas:
         if n_ready >= self._max_new_tokens:
             return "length"
         if n_ready == len(self.masked):
-            self._add_block()
+            self._add_rows(self._block_len)
         return None
 
     def _first_eos(self) -> int | None:
         found = (torch.isin(self.answer, self._eos) & ~self.masked).nonzero()[:, 0]
         return int(found[0]) if len(found) else None
 
-    def _add_block(self) -> None:
-        self.ids = torch.cat((self.ids, torch.full((self._block_len,), self._mask_id)))
-        self.masked = torch.cat((self.masked, torch.ones(self._block_len, dtype=torch.bool)))
+    def _add_rows(self, n_rows: int) -> None:
+        self.ids = torch.cat((self.ids, torch.full((n_rows,), self._mask_id)))
+        self.masked = torch.cat((self.masked, torch.ones(n_rows, dtype=torch.bool)))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from pdllm_rag.attention import causal_block
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.sampling import above_threshold, most_confident, propose, quota
 from pdllm_rag.models.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 # Logits [M, V] at the open rows of each active canvas; gets the indices of the active sequences.
 Forward = Callable[[Sequence[int], Sequence[Canvas]], list[torch.Tensor]]
@@ -22,7 +26,7 @@ class CommitRule:
     Attributes:
         threshold: every proposal above this confidence is committed, the most confident one always.
         steps: if given, at least an even share of a block's open rows is committed, so that a block takes at most
-            `steps` steps.
+            `steps` steps (one more if its first token has to go ahead of the others).
     """
 
     threshold: float = 0.9
@@ -39,6 +43,8 @@ def denoise(
     requests: Sequence[DecodeRequest], forward: Forward, spec: ModelSpec, rule: CommitRule
 ) -> Iterator[DecodeStep]:
     """Run sequences to their end under one commit rule; a finished sequence leaves the batch."""
+    align = causal_block(spec.family) or 1
+    _check_places(requests, spec, align)
     canvases = [
         Canvas(
             request.prompt_ids,
@@ -46,6 +52,8 @@ def denoise(
             eos_ids=spec.eos_ids,
             block_len=spec.family.block_len,
             max_new_tokens=request.max_new_tokens,
+            align=align,
+            lead=align if spec.logit_shift else 1,
         )
         for request in requests
     ]
@@ -96,6 +104,21 @@ def denoise(
                 probe,
             )
         active = still_active
+
+
+def _check_places(requests: Sequence[DecodeRequest], spec: ModelSpec, align: int) -> None:
+    """Refuse places off the model's blocks, and tell of positions that it was not trained on."""
+    family, end = spec.family, 0
+    for request in requests:
+        offsets, start = request.placement
+        if any(place % align for place in (*offsets, start)):
+            raise ValueError(
+                f"chunks stand at {offsets} and the canvas at {start}; expected multiples of {align}, the block of "
+                f"{family.name}. Plan them with plan_offsets(..., multiple={align})"
+            )
+        end = max(end, start + Canvas.room(len(request.prompt_ids), request.max_new_tokens, family))
+    if end > family.window:
+        logger.warning("a canvas reaches %d positions; %s was made for %d", end, family.name, family.window)
 
 
 def _probe(logits: torch.Tensor, probe_ids: Sequence[int]) -> float | None:

@@ -1,6 +1,14 @@
 """Static-KV decoding: each step recomputes question and answer rows over chunk KV that never changes.
 
+A block-causal model decodes the same way under its mask: a canvas row sees all chunks and, of the canvas, its own block
+and the ones before it. Without logit shift (SDAR) all masks of a block are denoised from its first step. With it
+(Fast-dLLM v2) a block's first token is predicted by the last row of the finished block before, which does not see the
+new block: it is committed alone, in one step, and the rest is denoised with it known. Where the prompt's tail stands in
+the first block, that first token is known from the start. An answer block of several mask blocks opens them together:
+then a first token may be predicted from a block that still holds masks, which neither family was trained for.
+
 Source: Prefilling-dLLM (arXiv 2606.10537), decoding over cached chunks; question rows are recomputed every step.
+Source of the order within a block: Fast-dLLM v2 (arXiv 2509.26328), a finished block's last row gives the next token.
 """
 
 from __future__ import annotations
@@ -10,6 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pdllm_rag.attends import SplitSAttend
+from pdllm_rag.attention import causal_block
 from pdllm_rag.context import Placed, gather
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.denoise import CommitRule, denoise
@@ -36,7 +45,8 @@ class StaticKVDecoder:
                     f"request has KV of {len(request.chunk_kv)} chunks for {len(request.placement.offsets)} places; "
                     "expected as many"
                 )
-        rooms = [Canvas.room(len(r.prompt_ids), r.max_new_tokens, spec.family.block_len) for r in requests]
+        rooms = [Canvas.room(len(r.prompt_ids), r.max_new_tokens, spec.family) for r in requests]
+        block = causal_block(spec.family)
         context = gather(
             [Placed(tuple(r.chunk_kv), r.placement) for r in requests],
             rooms,
@@ -49,7 +59,8 @@ class StaticKVDecoder:
             nonlocal attend, layout
             wanted = tuple(active), tuple(len(canvas.ids) for canvas in canvases)
             if attend is None or wanted != layout:
-                attend = SplitSAttend(backbone.rope, context.narrowed(*wanted), backend=self._backend)
+                narrowed = context.narrowed(*wanted)
+                attend = SplitSAttend(backbone.rope, narrowed, block=block, backend=self._backend)
                 layout = wanted
             hidden = backbone.hidden(torch.cat([c.ids for c in canvases]).to(backbone.device), attend)
             return answer_logits(self._model, hidden, canvases)

@@ -1,5 +1,8 @@
 """Vanilla decoding: each step encodes chunks, question and answer anew, every row seeing every row.
 
+Under a block-causal mask a row sees the blocks that do not stand after its own. Chunk rows then never see the canvas,
+and the answers are those of static-KV decoding over jointly encoded chunks.
+
 The reference in quality for dense prompts and the baseline in cost for everything else.
 Source: LLaDA (arXiv 2502.09992), low-confidence remasking without remasking of committed tokens.
 """
@@ -11,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pdllm_rag.attends import DenseAttend
+from pdllm_rag.attention import block_masks, causal_block
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.denoise import CommitRule, denoise
 from pdllm_rag.decoding.static_kv import answer_logits
@@ -32,15 +36,17 @@ class VanillaDecoder:
         backbone = self._model.backbone
         prefixes = [torch.tensor([t for ids in r.chunk_ids for t in ids], dtype=torch.int64) for r in requests]
         places = [_positions(r) for r in requests]
+        block = causal_block(self._model.spec.family)
 
         def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[torch.Tensor]:
-            ids, positions, lens = [], [], []
+            ids, runs, lens = [], [], []
             for index, canvas in zip(active, canvases, strict=True):
                 start = requests[index].placement.canvas_start
                 ids += [prefixes[index], canvas.ids]
-                positions += [places[index], torch.arange(start, start + len(canvas.ids))]
+                runs += [places[index], torch.arange(start, start + len(canvas.ids))]
                 lens.append(len(prefixes[index]) + len(canvas.ids))
-            attend = DenseAttend(backbone.rope, lens, torch.cat(positions).to(backbone.device))
+            positions = torch.cat(runs).to(backbone.device)
+            attend = DenseAttend(backbone.rope, lens, positions, block_masks(positions, lens, block))
             hidden = backbone.hidden(torch.cat(ids).to(backbone.device), attend)
             return answer_logits(self._model, hidden, canvases, [len(prefixes[i]) for i in active])
 
