@@ -51,7 +51,8 @@ class ChunkEncoder:
         if batch:
             yield self._encode(batch)
 
-    def _encode(self, chunks: list[NDArray[np.int32]]) -> list[tuple[ChunkMeta, ChunkKV]]:
+    def capture(self, chunks: Sequence[NDArray[np.int32]]) -> CaptureAttend:
+        """Run one batch; its keys and values stay on the model's device."""
         backbone = self._model.backbone
         lens = [len(chunk) for chunk in chunks]
         positions = torch.cat([torch.arange(length) for length in lens]).to(backbone.device)
@@ -59,6 +60,11 @@ class ChunkEncoder:
         masks = block_masks(positions, lens, self._block)
         capture = CaptureAttend(backbone.rope, lens, positions, masks, sketch_layer=backbone.n_layers // 2)
         backbone.encode(ids, capture)
+        return capture
+
+    def _encode(self, chunks: list[NDArray[np.int32]]) -> list[tuple[ChunkMeta, ChunkKV]]:
+        lens = [len(chunk) for chunk in chunks]
+        capture = self.capture(chunks)
         keys = torch.split(torch.stack(capture.keys).to("cpu", self._dtype), lens, dim=1)
         values = torch.split(torch.stack(capture.values).to("cpu", self._dtype), lens, dim=1)
         return [

@@ -9,7 +9,6 @@ import torch
 from tiny import save_tiny_model
 
 from pdllm_rag.attends import DenseAttend
-from pdllm_rag.errors import ModelFormatError
 from pdllm_rag.models import load_model
 
 
@@ -46,13 +45,6 @@ def test_fixed_rope_scalings_equal_the_librarys(tmp_path: Path, scaling: dict[st
     with torch.inference_mode():
         theirs = model.backbone.model.model(ids[None], attention_mask=full_mask(90)).last_hidden_state[0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
-
-
-def test_a_rope_that_changes_with_length_is_refused(tmp_path: Path) -> None:
-    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    folder = save_tiny_model(tmp_path, rope_parameters=scaling)
-    with pytest.raises(ModelFormatError, match="dynamic"):
-        load_model(str(folder))
 
 
 def test_a_packed_sequence_equals_itself_alone(tiny_model) -> None:

@@ -1,8 +1,8 @@
 """Model families as data: what a checkpoint's own files do not say.
 
-- ids come from the checkpoint's tokenizer and config, never from here;
-- a family is chosen by the checkpoint's `model_type` and the keys of its config, never by the path's text;
-- to add one, add an entry to `FAMILIES`.
+- ids come from the checkpoint's tokenizer and config, never from here; token texts here only check them;
+- a family is chosen by what config.json says (model_type, architectures, keys), never by the path's text;
+- to add one, add an entry to `FAMILIES` (docs/models.md).
 """
 
 from __future__ import annotations
@@ -11,21 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Template:
-    """A chat template as pieces; a piece that is a special token's text becomes that token's id.
-
-    `{role}` and `{content}` are filled in and tokenised as ordinary text, whatever they hold.
-    """
-
-    turn: tuple[str, ...]
-    answer: tuple[str, ...]
-
-
-CHATML = Template(
-    turn=("<|im_start|>", "{role}\n", "{content}", "<|im_end|>", "\n"),
-    answer=("<|im_start|>", "assistant\n"),
+# Chat templates for checkpoints that bring none; contents are put in afterwards, as plain text (see `chat`).
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
+)
+PLAIN = (
+    "{% for m in messages %}{{ 'Answer' if m.role == 'assistant' else 'Question' }}{{ ':\n' + m.content + '\n\n' }}"
+    "{% endfor %}{{ 'Answer:\n' }}"
 )
 
 
@@ -49,9 +42,11 @@ class Family:
     """One family of masked-diffusion language models.
 
     Attributes:
+        model_type: of config.json; with `architectures`, if both name some, and `required_keys` it chooses the family.
         module: transformers class whose modules hold the weights.
         logit_shift: the hidden state at position i-1 predicts token i.
-        prefill_mask: attention inside a chunk.
+        prefill_mask: attention inside a chunk: "bidirectional" or "block-causal-<n>".
+        template: chat template of checkpoints that bring none.
         chunk_len: default tokens of a chunk, BOS included.
         max_chunk_len: longest chunk the family was trained on; a longer one draws a warning.
         context_len: context tokens the family was trained on; more draw a warning.
@@ -60,6 +55,15 @@ class Family:
         draft_weight: lambda of s = s_I + lambda * s_P.
         score_window: chunks whose s lies more than this below the best one's are not read (nats per token), or None.
         no_answer: the trained text for "not in the documents", or None.
+        least_rope_theta: a smaller base in config.json is another family's.
+        mask_token: text that the mask id must have in the tokenizer, or None where the checkpoint declares it.
+        bos_from_tokenizer: the tokenizer's BOS wins over config.json, which keeps that of the model it was made from.
+        stop_tokens: texts of tokens that end an answer beside EOS, where the vocabulary has them.
+        block_key: config.json's key for the n of "block-causal-<n>"; `prefill_mask` holds where it is absent.
+        config_names: (key in config.json, the library's key) where they differ.
+        config_defaults: (the library's key, value where config.json has none).
+        computed: (key, value): config.json may say nothing else, since the modules compute nothing else.
+        module_names: (the checkpoint's module, the library's), {} for a layer's number, where they differ.
     """
 
     name: str
@@ -69,7 +73,7 @@ class Family:
     required_keys: tuple[str, ...]
     logit_shift: bool
     prefill_mask: str
-    template: Template
+    template: str
     chunk_len: int
     max_chunk_len: int
     context_len: int
@@ -80,6 +84,16 @@ class Family:
     no_answer: str | None
     support: Support | None
     licence: str
+    architectures: tuple[str, ...] = ()
+    least_rope_theta: float = 0.0
+    mask_token: str | None = None
+    bos_from_tokenizer: bool = False
+    stop_tokens: tuple[str, ...] = ()
+    block_key: str | None = None
+    config_names: tuple[tuple[str, str], ...] = ()
+    config_defaults: tuple[tuple[str, Any], ...] = ()
+    computed: tuple[tuple[str, Any], ...] = (("use_sliding_window", False),)
+    module_names: tuple[tuple[str, str], ...] = ()
 
 
 LLAMA_MDLM = Family(
@@ -129,12 +143,188 @@ QWEN3_MDLM = replace(
     logit_shift=False,
 )
 
-FAMILIES: tuple[Family, ...] = (LLAMA_MDLM, QWEN2_MDLM, QWEN3_MDLM)
+# Released checkpoints. Numbers of training are from their cards and papers; nothing is tuned.
+LLADA = replace(
+    QWEN2_MDLM,
+    name="llada",
+    title="LLaDA-8B Base and Instruct, LLaDA-1.5",
+    model_type="llada",
+    architectures=("LLaDAModelLM",),
+    required_keys=("d_model", "mask_token_id"),
+    module="LlamaForCausalLM",
+    logit_shift=False,
+    template=PLAIN,
+    context_len=4096,
+    max_chunk_len=4096,
+    window=16384,
+    mask_token="<|mdm_mask|>",
+    stop_tokens=("<|eot_id|>",),
+    config_names=(
+        ("d_model", "hidden_size"),
+        ("n_layers", "num_hidden_layers"),
+        ("n_heads", "num_attention_heads"),
+        ("n_kv_heads", "num_key_value_heads"),
+        ("mlp_hidden_size", "intermediate_size"),
+        ("embedding_size", "vocab_size"),
+        ("max_sequence_length", "max_position_embeddings"),
+        ("activation_type", "hidden_act"),
+        ("weight_tying", "tie_word_embeddings"),
+    ),
+    computed=(
+        ("block_type", "llama"),
+        ("block_group_size", 1),
+        ("layer_norm_type", "rms"),
+        ("activation_type", "silu"),
+        ("rope", True),
+        ("alibi", False),
+        ("include_bias", False),
+        ("include_qkv_bias", False),
+        ("bias_for_layer_norm", False),
+        ("attention_layer_norm", False),
+        ("input_emb_norm", False),
+        ("scale_logits", False),
+        ("multi_query_attention", False),
+        ("clip_qkv", False),
+    ),
+    module_names=(
+        ("model.transformer.wte", "model.embed_tokens"),
+        ("model.transformer.ln_f", "model.norm"),
+        ("model.transformer.ff_out", "lm_head"),
+        ("model.transformer.blocks.{}.attn_norm", "model.layers.{}.input_layernorm"),
+        ("model.transformer.blocks.{}.q_proj", "model.layers.{}.self_attn.q_proj"),
+        ("model.transformer.blocks.{}.k_proj", "model.layers.{}.self_attn.k_proj"),
+        ("model.transformer.blocks.{}.v_proj", "model.layers.{}.self_attn.v_proj"),
+        ("model.transformer.blocks.{}.attn_out", "model.layers.{}.self_attn.o_proj"),
+        ("model.transformer.blocks.{}.ff_norm", "model.layers.{}.post_attention_layernorm"),
+        ("model.transformer.blocks.{}.ff_proj", "model.layers.{}.mlp.gate_proj"),
+        ("model.transformer.blocks.{}.up_proj", "model.layers.{}.mlp.up_proj"),
+        ("model.transformer.blocks.{}.ff_out", "model.layers.{}.mlp.down_proj"),
+    ),
+    licence="MIT (LLaDA-8B)",
+)
+ULTRA_LLADA = replace(
+    LLADA,
+    name="ultra-llada",
+    title="UltraLLaDA (LLaDA with an enlarged rotary base, 128 K)",
+    least_rope_theta=500_001.0,
+    context_len=131072,
+    window=131072,
+    licence="MIT (its repository)",
+)
+DREAM = replace(
+    QWEN2_MDLM,
+    name="dream",
+    title="Dream-v0-7B Base and Instruct, DiffuCoder, Dream-Coder",
+    model_type="Dream",
+    architectures=("DreamModel",),
+    required_keys=("mask_token_id",),
+    template=PLAIN,
+    chunk_len=256,
+    max_chunk_len=2048,
+    context_len=2048,
+    window=32768,
+    mask_token="<|mask|>",
+    bos_from_tokenizer=True,
+    stop_tokens=("<|im_end|>", "<|dlm_pad|>"),
+    licence="Apache-2.0 (Dream), apple-amlr (DiffuCoder)",
+)
+SDAR = replace(
+    QWEN3_MDLM,
+    name="sdar",
+    title="SDAR",
+    model_type="sdar",
+    architectures=("SDARForCausalLM",),
+    required_keys=(),
+    template=PLAIN,
+    prefill_mask="block-causal-4",
+    block_key="block_size",
+    max_chunk_len=32768,
+    context_len=32768,
+    window=32768,
+    block_len=4,
+    mask_token="<|MASK|>",
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+    licence="Apache-2.0",
+)
+FAST_DLLM_V2 = replace(
+    SDAR,
+    name="fast-dllm-v2",
+    title="Fast-dLLM v2",
+    model_type="Fast_dLLM_Qwen",
+    architectures=("Fast_dLLM_QwenForCausalLM",),
+    module="Qwen2ForCausalLM",
+    logit_shift=True,
+    prefill_mask="block-causal-32",
+    block_key="bd_size",
+    block_len=32,
+    mask_token="|<MASK>|",
+)
+LLADA2 = replace(
+    SDAR,
+    name="llada2",
+    title="LLaDA2.0 (mixture of experts)",
+    model_type="llada2_moe",
+    architectures=("LLaDA2MoeModelLM",),
+    module="Glm4MoeForCausalLM",
+    prefill_mask="block-causal-32",
+    block_len=32,
+    mask_token="<|mask|>",
+    stop_tokens=("<|role_end|>",),
+    config_names=(("num_experts", "n_routed_experts"), ("num_shared_experts", "n_shared_experts")),
+    config_defaults=(("use_qk_norm", True),),
+    computed=(
+        ("score_function", "sigmoid"),
+        ("use_qk_norm", True),
+        ("use_bias", False),
+        ("use_qkv_bias", False),
+        ("norm_topk_prob", True),
+        ("use_sliding_window", False),
+    ),
+    module_names=(
+        ("model.word_embeddings", "model.embed_tokens"),
+        ("model.layers.{}.attention.query_key_value", "model.layers.{}.self_attn.qkv_proj"),
+        ("model.layers.{}.attention.dense", "model.layers.{}.self_attn.o_proj"),
+        ("model.layers.{}.attention.query_layernorm", "model.layers.{}.self_attn.q_norm"),
+        ("model.layers.{}.attention.key_layernorm", "model.layers.{}.self_attn.k_norm"),
+    ),
+    licence="see the checkpoint's card",
+)
+
+FAMILIES: tuple[Family, ...] = (
+    LLAMA_MDLM,
+    QWEN2_MDLM,
+    QWEN3_MDLM,
+    ULTRA_LLADA,
+    LLADA,
+    DREAM,
+    SDAR,
+    FAST_DLLM_V2,
+    LLADA2,
+)
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
-    """The family whose `model_type` and required config keys a checkpoint's config.json shows, or None."""
+    """The family that a checkpoint's config.json shows, with its own block size, or None.
+
+    Raises:
+        ValueError: the config's block size is no whole number.
+    """
     for family in FAMILIES:
-        if config.get("model_type") == family.model_type and all(key in config for key in family.required_keys):
-            return family
+        classes = config.get("architectures") or family.architectures
+        if (
+            config.get("model_type") == family.model_type
+            and (not family.architectures or any(name in family.architectures for name in classes))
+            and all(key in config for key in family.required_keys)
+            and (not family.least_rope_theta or (config.get("rope_theta") or 0) >= family.least_rope_theta)
+        ):
+            return _with_block(family, config)
     return None
+
+
+def _with_block(family: Family, config: Mapping[str, Any]) -> Family:
+    n = config.get(family.block_key) if family.block_key else None
+    if n is None:
+        return family
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"config.json has {family.block_key}={n!r}; expected a whole number of 1 or more")
+    return replace(family, prefill_mask=f"block-causal-{n}", block_len=n)

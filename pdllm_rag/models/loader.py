@@ -1,13 +1,13 @@
-"""From a model name to a loaded model: weights by the library's own classes, never by remote code or pickle."""
+"""From a model name to a loaded model: the library's modules, weights from safetensors, no remote code, no pickle."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import json
 import logging
+import re
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,30 +15,40 @@ from typing import Any
 import blake3
 import torch
 from pdllm_store import KVDtype, ModelFingerprint
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors import SafetensorError
 
-from pdllm_rag.errors import ModelFormatError, UnknownModelError
-from pdllm_rag.models import packed
+from pdllm_rag.errors import ModelError, ModelFormatError
+from pdllm_rag.models import lora, packed, quantised, weights
 from pdllm_rag.models.backbone import Backbone
+from pdllm_rag.models.hub import BUNDLED, locate
+from pdllm_rag.models.layout import Layout
 from pdllm_rag.models.precision import fastest_dtype
 from pdllm_rag.models.rope import Rope
+from pdllm_rag.models.shards import Entry, read_entries, weight_files
 from pdllm_rag.models.spec import ModelSpec
 from pdllm_rag.models.tokenizer import Tokenizer
+from pdllm_rag.models.vocabulary import read_json
+
+__all__ = ["BUNDLED", "LoadedModel", "load_model", "locate", "read_spec", "weight_files", "weights_digest"]
 
 logger = logging.getLogger(__name__)
 
-BUNDLED = {"demo": Path(__file__).parent / "demo"}
+LEAST_VERSIONS = {"torch": (2, 9), "transformers": (5, 0)}
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """Weights, tokenizer and identity of one model in one compute dtype on one device."""
+    """Weights, tokenizer and identity of one model in one compute dtype on one device.
+
+    Attributes:
+        adapter_digest: of an adapter that acts on chunk rows, "" without one.
+    """
 
     spec: ModelSpec
     tokenizer: Tokenizer
     backbone: Backbone
     weights_digest: str
+    adapter_digest: str = ""
 
     def fingerprint(self, kv_dtype: KVDtype) -> ModelFingerprint:
         """Identity of KV that this model writes into a store of `kv_dtype`."""
@@ -46,7 +56,7 @@ class LoadedModel:
         return ModelFingerprint(
             family=spec.family.name,
             weights_digest=self.weights_digest,
-            adapter_digest="",
+            adapter_digest=self.adapter_digest,
             tokenizer_digest=self.tokenizer.digest,
             n_layers=spec.n_layers,
             n_kv_heads=spec.n_kv_heads,
@@ -58,73 +68,51 @@ class LoadedModel:
         )
 
 
-def locate(name: str) -> Path:
-    """Folder of a bundled model's name or of a local checkpoint.
-
-    Raises:
-        UnknownModelError: neither.
-    """
-    if name in BUNDLED:
-        return BUNDLED[name]
-    folder = Path(name).expanduser()
-    if not (folder / "config.json").is_file():
-        raise UnknownModelError(
-            f"model {name!r} is neither a bundled model ({', '.join(sorted(BUNDLED))}) nor a folder with config.json; "
-            "pass --model demo or a checkpoint's folder"
-        )
-    return folder
-
-
-def read_spec(name: str) -> tuple[ModelSpec, Tokenizer, dict[str, Any]]:
-    """Spec, tokenizer and config of a model, without its weights."""
-    folder = locate(name)
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise ModelFormatError(f"{folder / 'config.json'} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelFormatError(f"{folder / 'config.json'} holds a {type(config).__name__}, expected a JSON object")
-    tokenizer = Tokenizer(folder)
-    return ModelSpec.from_files(name, config, tokenizer), tokenizer, config
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files.
-
-    Raises:
-        ModelFormatError: there are none (pickled weights are refused).
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        pickled = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt"))
-        raise ModelFormatError(
-            f"{folder} holds no *.safetensors file"
-            + (f" but {', '.join(pickled)}" if pickled else "")
-            + "; expected safetensors weights (pickled ones can run code and are refused). Convert them with "
-            "save_pretrained(folder, safe_serialization=True)"
-        )
-    return files
-
-
-def load_model(name: str, *, device: str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
-    """Load a model for inference.
-
-    Args:
-        name: "demo" or the folder of a checkpoint.
-        device: a torch device.
-        dtype: compute dtype; None takes the faster of float32 and bfloat16 by `fastest_dtype`.
+def read_spec(name: str, *, revision: str | None = None) -> tuple[ModelSpec, Tokenizer, dict[str, Any]]:
+    """Spec, tokenizer and config of a model, without its weights.
 
     Raises:
         UnknownModelError, ModelFormatError.
     """
+    folder = locate(name, revision=revision, weights=False)
+    config = read_json(folder / "config.json")
+    tokenizer = Tokenizer(folder)
+    return ModelSpec.from_files(name, config, tokenizer), tokenizer, config
+
+
+def load_model(
+    name: str,
+    *,
+    revision: str | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    adapter: str | None = None,
+) -> LoadedModel:
+    """Load a model for inference.
+
+    Args:
+        name: "demo", the folder of a checkpoint, or a hub id.
+        revision: branch, tag or commit of a hub id.
+        device: a torch device.
+        dtype: compute dtype; None takes the faster of float32 and bfloat16 by `fastest_dtype`.
+        device_map: instead of `device`, as transformers writes it; it must come down to one device.
+        adapter: folder or hub id of a LoRA adapter, merged into the weights.
+
+    Raises:
+        UnknownModelError, ModelFormatError; ModelError for a package that is missing or too old; ValueError for a
+        `device_map` over several devices.
+    """
     started = time.perf_counter()
-    spec, tokenizer, config = read_spec(name)
-    folder = locate(name)
+    check_versions()
+    target = one_device(device, device_map)
+    spec, tokenizer, config = read_spec(name, revision=revision)
+    folder = locate(name, revision=revision)
     files = weight_files(folder)
-    target = torch.device(device)
     dtype = dtype or fastest_dtype(target)
     try:
-        model = _load_modules(spec, folder, files, config, target, dtype)
+        model, layout = _load_modules(spec, folder, target, dtype)
+        rope = Rope.from_config(model.config, target)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -132,74 +120,71 @@ def load_model(name: str, *, device: str = "cpu", dtype: torch.dtype | None = No
             f"model {name!r} does not load: {error}; expected safetensors weights that fit config.json. "
             "Fetch the checkpoint again"
         ) from error
+    adapter_digest = ""
+    if adapter is not None:
+        model, adapter_digest = lora.merge(model, layout, locate(adapter))
     model.requires_grad_(False).eval()
-    try:
-        rope = Rope.from_config(model.config, target)
-    except (ValueError, KeyError) as error:
-        raise ModelFormatError(f"model {name!r}: {error}") from error
     backbone = Backbone(model, rope, mask_id=spec.mask_id, forbidden_from=spec.n_tokens)
     digest = weights_digest(files, config)
     logger.info("loaded %s (%s) in %.2f s", name, dtype, time.perf_counter() - started)
-    return LoadedModel(spec, tokenizer, backbone, digest)
+    return LoadedModel(spec, tokenizer, backbone, digest, adapter_digest)
 
 
-def _load_modules(
-    spec: ModelSpec, folder: Path, files: list[Path], config: dict[str, Any], device: torch.device, dtype: torch.dtype
-) -> Any:
-    family = spec.family
-    modeling = importlib.import_module(f"transformers.models.{family.model_type}")
-    module = getattr(modeling, family.module)
-    if not packed.is_packed(dict.fromkeys(_tensor_names(files))):
-        from transformers.utils import logging as library_logging
+def check_versions() -> None:
+    """Refuse libraries that are too old, when a model is loaded rather than when something is imported.
 
-        library_logging.disable_progress_bar()
-        with _quiet("transformers"):
-            model, found = module.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
-        _check_complete(spec, found["missing_keys"], found["unexpected_keys"], found["mismatched_keys"])
-        return model.to(device)
-    tensors = {key: value for file in files for key, value in load_file(file).items()}
-    plain = packed.unpack(tensors, dtype)
-    model_config = module.config_class.from_dict(config)
-    with torch.device("meta"):
-        model = module(model_config)
-    missing, unexpected = model.load_state_dict(plain, strict=False, assign=True)
-    if model_config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
-        missing = set(missing) - {"lm_head.weight"}
-    _check_complete(spec, missing, unexpected)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=model_config)
-    return model.to(device)
+    Raises:
+        ModelError: one is.
+    """
+    for package, least in LEAST_VERSIONS.items():
+        version = importlib.metadata.version(package)
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) < least:
+            wanted = ".".join(map(str, least))
+            raise ModelError(
+                f"{package} is {version}, expected {wanted} or newer; run pip install -U '{package}>={wanted}'"
+            )
 
 
-def _check_complete(
-    spec: ModelSpec, missing: Iterable[str], unexpected: Iterable[str], misfits: Iterable[Any] = ()
-) -> None:
-    """Refuse a checkpoint that would leave weights random or unused."""
-    lacking, extra, wrong = sorted(missing), sorted(unexpected), sorted(map(str, misfits))
-    if lacking or extra or wrong:
-        raise ModelFormatError(
-            f"model {spec.name!r}: weights do not fit config.json; {len(lacking)} missing {lacking[:2]}, "
-            f"{len(extra)} unexpected {extra[:2]}, {len(wrong)} of another shape {wrong[:2]}. "
-            "The checkpoint is incomplete or of another family"
+def one_device(device: str, device_map: str | Mapping[str, Any] | None) -> torch.device:
+    """The device that `device_map`, or else `device`, names; "auto" is the first GPU where there is one.
+
+    Raises:
+        ValueError: it names several.
+    """
+    places = (
+        {str(place) for place in device_map.values()} if isinstance(device_map, Mapping) else {device_map or device}
+    )
+    if len(places) != 1:
+        raise ValueError(
+            f"device_map spreads the layers over {', '.join(sorted(places))}; expected one device, since the layer "
+            "loop and the stored KV are on one. Take a quantised checkpoint if the weights do not fit"
         )
+    place = places.pop()
+    if place == "auto":
+        place = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(f"cuda:{place}" if place.isdecimal() else place)
 
 
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Keep a library's report out of the terminal; what it reports is raised as an error instead."""
-    library = logging.getLogger(name)
-    before = library.level
-    library.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        library.setLevel(before)
+def _load_modules(spec: ModelSpec, folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Layout]:
+    import transformers
 
-
-def _tensor_names(files: list[Path]) -> Iterator[str]:
-    for file in files:
-        with safe_open(file, framework="pt") as handle:
-            yield from handle.keys()
+    module = getattr(transformers, spec.family.module)
+    config = module.config_class.from_dict(dict(spec.library_config))
+    layout = Layout(spec.family, config)
+    entries = read_entries(folder)
+    if "quantization_config" in spec.library_config:
+        return quantised.load(spec.name, module, config, layout, folder, device, dtype), layout
+    with torch.device("meta"):
+        model = module(config)
+    tensors = weights.read(entries, device)
+    if packed.is_packed(entries):
+        plain = packed.unpack(dict(tensors), dtype)
+        stored = {name: entries.get(name) or entries[f"{name}{packed.SUFFIX}"] for name in plain}
+        entries = {name: Entry(stored[name].file, tuple(plain[name].shape)) for name in plain}
+        tensors = iter(plain.items())
+    weights.check(spec.name, model, layout, folder, entries)
+    weights.fill(model, layout, tensors, device, dtype)
+    return model, layout
 
 
 def weights_digest(files: list[Path], config: dict[str, Any]) -> str:
@@ -207,7 +192,8 @@ def weights_digest(files: list[Path], config: dict[str, Any]) -> str:
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
     for file in files:
         hasher.update_mmap(file)
-    bookkeeping = {"torch_dtype", "dtype", "transformers_version", "use_cache", "architectures", "_name_or_path"}
+    bookkeeping = {"torch_dtype", "dtype", "transformers_version", "use_cache", "architectures", "auto_map"}
+    bookkeeping.add("_name_or_path")
     meaning = {key: value for key, value in sorted(config.items()) if key not in bookkeeping}
     hasher.update(json.dumps(meaning, sort_keys=True).encode())
     return hasher.hexdigest()

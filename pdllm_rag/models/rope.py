@@ -28,28 +28,31 @@ class Rope:
 
     @classmethod
     def from_config(cls, config: Any, device: torch.device) -> Rope:
-        """Tables for a transformers config.
+        """Tables for a transformers config, as the library computes them.
 
-        Raises:
-            ValueError: the scaling depends on the length of the input, which stored keys cannot follow.
+        Scalings that change with the input's length ("dynamic", "longrope") are frozen at the length the model was
+        trained on, since stored keys cannot follow the length of a later question: up to it they are the library's.
+        A partial embedding gets frequency zero for the other dimensions (see `layout`).
         """
         parameters = dict(config.rope_parameters)
         kind = parameters.get("rope_type", "default")
-        if kind in ("dynamic", "longrope"):
-            raise ValueError(
-                f"rope scaling {kind!r} changes with the input's length, so stored keys would change meaning; "
-                "expected one of default, linear, llama3, yarn. Freeze the scaling in config.json (rope_parameters)"
-            )
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dims = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        name = " ".join(f"{key}={parameters[key]!r}" for key in sorted(parameters))
         if kind == "default":
-            steps = torch.arange(0, head_dim, 2, dtype=torch.int64).to(device=device, dtype=torch.float32)
-            inv_freq, factor = 1.0 / (float(parameters["rope_theta"]) ** (steps / head_dim)), 1.0
+            steps = torch.arange(0, dims, 2, dtype=torch.int64).to(device=device, dtype=torch.float32)
+            inv_freq, factor = 1.0 / (float(parameters["rope_theta"]) ** (steps / dims)), 1.0
         else:
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-            inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, device)
-        name = " ".join(f"{key}={parameters[key]!r}" for key in sorted(parameters))
-        return cls(inv_freq.float(), float(factor), name)
+            frozen = {}
+            if kind in ("dynamic", "longrope"):
+                trained = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+                frozen = {"seq_len": int(trained)}
+                name += f" frozen={trained}"
+            inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, device, **frozen)
+        inv_freq = torch.nn.functional.pad(inv_freq.float(), (0, (head_dim - dims) // 2))
+        return cls(inv_freq, float(factor), name)
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, float32 [N, 1, D], for positions int64 [N]."""

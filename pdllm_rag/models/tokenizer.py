@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, read by the `tokenizers` library alone: no remote code, no guessing.
+"""Text to tokens and back, for one checkpoint.
 
 - Text is text: special tokens are never read out of it, so a document that quotes a mask token holds no mask.
 - A byte-level vocabulary that was cut can lack bytes. The library drops them and then miscounts every offset behind
@@ -7,17 +7,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import blake3
-
 from pdllm_rag.errors import ModelFormatError
-from pdllm_rag.models.families import Template
+from pdllm_rag.models.chat import Spoken, split_conversation
+from pdllm_rag.models.vocabulary import read_json, read_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -32,31 +30,23 @@ class Prompt(NamedTuple):
 class Tokenizer:
     """Tokens of one checkpoint.
 
+    Attributes:
+        size: ids are below it.
+        chat_template: the checkpoint's own Jinja source, or None.
+
     Raises:
-        ModelFormatError: the folder has no readable tokenizer.json.
+        ModelFormatError: the folder has no readable tokenizer files.
     """
 
     def __init__(self, folder: Path) -> None:
-        from tokenizers import Tokenizer as Backend
-
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelFormatError(
-                f"{folder} has no tokenizer.json; expected a fast tokenizer. Save one with "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
-            )
-        content = path.read_bytes()
-        try:
-            self._backend = Backend.from_str(content.decode())
-        except Exception as error:  # the library raises bare Exception
-            raise ModelFormatError(f"{path} does not parse as a tokenizer: {error}") from error
-        self._backend.encode_special_tokens = True
-        self._backend.no_padding()
-        self._backend.no_truncation()
-        self.digest = blake3.blake3(content).hexdigest()
-        self.size = int(self._backend.get_vocab_size(with_added_tokens=True))
-        self._names = _special_names(folder)
-        self._unknown = self._unknown_characters(json.loads(content))
+        settings = read_json(folder / "tokenizer_config.json")
+        self._backend, self._added, self._hidden, byte_level, self.digest = read_vocabulary(folder, settings)
+        self.size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+        self._names = _special_names({**read_json(folder / "special_tokens_map.json"), **settings})
+        self.chat_template = _chat_template(folder, settings)
+        self._unknown = self._unknown_characters(byte_level)
+        texts = sorted(self._added, key=len, reverse=True)
+        self._marks = re.compile("(" + "|".join(map(re.escape, texts)) + ")") if texts else None
 
     def special_id(self, kind: str) -> int | None:
         """Id of "mask_token", "bos_token" or "eos_token" as the checkpoint names it, or None."""
@@ -66,6 +56,11 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """Id of a token by its text in the vocabulary, or None."""
         found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def token(self, token_id: int) -> str | None:
+        """Text of a token in the vocabulary, or None."""
+        found: str | None = self._backend.id_to_token(token_id)
         return found
 
     def encode(self, text: str) -> list[int]:
@@ -82,27 +77,39 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        shown = [token_id for token_id in ids if token_id not in self._hidden]
+        text: str = self._backend.decode(shown, skip_special_tokens=False)
         return text
 
-    def render(self, template: Template, messages: Sequence[Mapping[str, str]]) -> Prompt:
-        """Prompt of messages ({"role", "content"}), up to and with the answer's prefix."""
+    def render(self, fallback: str, messages: Sequence[Mapping[str, str]]) -> Prompt:
+        """Prompt of messages ({"role", "content"}), up to and with the answer's prefix.
+
+        Args:
+            fallback: the chat template where the checkpoint has none.
+
+        Raises:
+            RequestError: the template refuses the conversation.
+        """
         ids: list[int] = []
         content = range(0)
-        for message in messages:
-            for piece in template.turn:
-                added = self._piece(piece, message)
-                if piece == "{content}":
-                    content = range(len(ids), len(ids) + len(added))
-                ids += added
-        for piece in template.answer:
-            ids += self._piece(piece, {})
+        for piece in split_conversation(self.chat_template or fallback, messages, self._names):
+            added = self.encode(piece.text) if isinstance(piece, Spoken) else self._with_marks(piece)
+            if isinstance(piece, Spoken) and piece.message == len(messages) - 1:
+                content = range(len(ids), len(ids) + len(added))
+            ids += added
         return Prompt(tuple(ids), content)
 
-    def _unknown_characters(self, content: Mapping[str, Any]) -> re.Pattern[str]:
+    def _with_marks(self, text: str) -> list[int]:
+        """Ids of a template's own text, added tokens recognised in it."""
+        ids: list[int] = []
+        for part in self._marks.split(text) if self._marks else [text]:
+            ids += [self._added[part]] if part in self._added else self.encode(part)
+        return ids
+
+    def _unknown_characters(self, byte_level: bool) -> re.Pattern[str]:
         """Matches lone surrogates and characters whose UTF-8 holds a byte that a byte-level vocabulary lacks."""
         ranges = [(0xD800, 0xDFFF)]
-        if (content.get("decoder") or {}).get("type") == "ByteLevel":
+        if byte_level:
             ranges += self._lacking_ranges()
         return re.compile("[" + "".join(f"{re.escape(chr(a))}-{re.escape(chr(b))}" for a, b in ranges) + "]")
 
@@ -121,14 +128,6 @@ class Tokenizer:
                     ranges.append((start, min(start + per_lead - 1, 0x10FFFF)))
         return ranges
 
-    def _piece(self, piece: str, message: Mapping[str, str]) -> list[int]:
-        if piece == "{content}":
-            return self.encode(message["content"])
-        if "{role}" in piece:
-            return self.encode(piece.replace("{role}", message["role"]))
-        special = self.token_id(piece)
-        return self.encode(piece) if special is None else [special]
-
 
 def _byte_signs() -> list[str]:
     """The character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
@@ -138,19 +137,21 @@ def _byte_signs() -> list[str]:
     return [signs[byte] for byte in range(256)]
 
 
-def _special_names(folder: Path) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for filename in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = folder / filename
-        if path.is_file():
-            try:
-                content: dict[str, Any] = json.loads(path.read_text())
-            except ValueError as error:
-                raise ModelFormatError(f"{path} is no JSON: {error}") from error
-            for kind in ("mask_token", "bos_token", "eos_token"):
-                token = content.get(kind)
-                if isinstance(token, dict):
-                    token = token.get("content")
-                if token is not None:
-                    names[kind] = token
+def _special_names(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of special tokens by name ("bos_token", ...)."""
+    names = {}
+    for kind, token in settings.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if kind.endswith("_token") and isinstance(text, str):
+            names[kind] = text
     return names
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text()
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+    return found if isinstance(found, str) else None

@@ -59,6 +59,14 @@ class Record(NamedTuple):
     header: RecordHeader
     k_block: memoryview
     v_block: memoryview
+    digest: bytes  # that the record gives of `digested`
+    digested: memoryview
+
+    def check(self) -> None:
+        """Raises RecordDamagedError unless the checksum is right."""
+        if (got := xxhash.xxh3_128_digest(self.digested)) != self.digest:
+            name = _name(self.header.chunk_id, self.header.layer_start)
+            raise _damaged(name, "checksum", got.hex(), self.digest.hex())
 
     def decode_into(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copy the group into two tensors [layers of the group, T, G, D] of any float dtype and stride."""
@@ -102,7 +110,7 @@ def parse(data: Buffer, *, chunk_id: bytes, fingerprint: bytes, layer_start: int
     Raises:
         RecordDamagedError: anything at all is wrong; the message says what, what was got and what was expected.
     """
-    name = f"record of chunk {chunk_id.hex()}, layers from {layer_start}"
+    name = _name(chunk_id, layer_start)
     view = memoryview(data)
     if len(view) < _PRELUDE.size:
         raise _damaged(name, "length", len(view), f"at least {_PRELUDE.size}")
@@ -127,7 +135,7 @@ def parse(data: Buffer, *, chunk_id: bytes, fingerprint: bytes, layer_start: int
     if n_k != n_block or n_v != n_block:
         raise _damaged(name, "block lengths", (n_k, n_v), (n_block, n_block))
     v_start = data_start + _padded(n_k)
-    return Record(header, view[data_start : data_start + n_k], view[v_start:])
+    return Record(header, view[data_start : data_start + n_k], view[v_start:], digest, view[_DIGESTED_FROM:])
 
 
 def parse_expected(data: Buffer, expected: RecordHeader, *, verify: bool = True) -> Record:
@@ -146,11 +154,11 @@ def parse_expected(data: Buffer, expected: RecordHeader, *, verify: bool = True)
         prelude = _PRELUDE.pack(MAGIC, RECORD_FORMAT, 0, digest, len(packed), data_start, n_block, n_block)
         is_form_right = view[: _PRELUDE.size + len(packed)] == prelude + packed
         if is_form_right and (not verify or xxhash.xxh3_128_digest(view[_DIGESTED_FROM:]) == digest):
-            return Record(expected, view[data_start : data_start + n_block], view[v_start:])
+            k_block, v_block = view[data_start : data_start + n_block], view[v_start:]
+            return Record(expected, k_block, v_block, digest, view[_DIGESTED_FROM:])
     key = (expected.chunk_id, expected.fingerprint, expected.layer_start)
     found = parse(data, chunk_id=key[0], fingerprint=key[1], layer_start=key[2], verify=verify)
-    name = f"record of chunk {expected.chunk_id.hex()}, layers from {expected.layer_start}"
-    raise _damaged(name, "header", found.header, expected)
+    raise _damaged(_name(expected.chunk_id, expected.layer_start), "header", found.header, expected)
 
 
 def _pack_header(header: RecordHeader) -> bytes:
@@ -187,6 +195,10 @@ def _data_start(n_header: int) -> int:
 
 def _padded(n_bytes: int) -> int:
     return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _name(chunk_id: bytes, layer_start: int) -> str:
+    return f"record of chunk {chunk_id.hex()}, layers from {layer_start}"
 
 
 def _damaged(name: str, what: str, got: object, expected: object) -> RecordDamagedError:

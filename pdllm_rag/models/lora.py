@@ -1,0 +1,82 @@
+"""LoRA adapters, merged into the weights by peft.
+
+A merged adapter acts on every row, chunk rows included, so its digest is part of the fingerprint. An adapter that acts
+on canvas rows only (D2F) must not be merged: chunk KV is encoded without it. It would be kept beside the weights and
+leave `LoadedModel.adapter_digest` empty.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import blake3
+from safetensors.torch import load_file
+
+from pdllm_rag.errors import ModelError, ModelFormatError
+from pdllm_rag.models.layout import Layout
+from pdllm_rag.models.vocabulary import read_json
+
+_PREFIX = "base_model.model."
+_IN_BOOKKEEPING = {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"}
+
+
+def merge(model: Any, layout: Layout, folder: Path) -> tuple[Any, str]:
+    """The model with the adapter of a folder in its weights, and the adapter's digest.
+
+    Raises:
+        ModelError: peft is not installed.
+        ModelFormatError: no LoRA in safetensors, or one that does not fit the model.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ModelError("an adapter needs peft, which is not installed; install it with pip install 'pdllm-rag[lora]'")
+    from peft import LoraConfig, get_peft_model
+    from peft.utils import set_peft_model_state_dict
+
+    settings = read_json(folder / "adapter_config.json")
+    file = folder / "adapter_model.safetensors"
+    if settings.get("peft_type") != "LORA" or not file.is_file():
+        raise ModelFormatError(
+            f"adapter {folder} is of type {settings.get('peft_type')!r} with files "
+            f"{sorted(path.name for path in folder.glob('adapter_*'))}; expected LORA and {file.name} (pickled "
+            "adapters can run code and are refused)"
+        )
+    unread = [key for key in ("modules_to_save", "rank_pattern", "alpha_pattern", "trainable_token_indices")
+              if settings.get(key)]  # fmt: skip
+    if unread or not layout.only_renames:
+        raise ModelFormatError(
+            f"adapter {folder} cannot be merged: "
+            + (f"it has {', '.join(unread)}" if unread else "the family reshapes the weights it was trained on")
+            + "; expected plain low-rank matrices on a model whose modules are only renamed"
+        )
+    tensors, modules = {}, set()
+    for name, tensor in load_file(file).items():
+        module, at, rest = name.removeprefix(_PREFIX).rpartition(".lora_")
+        ours = layout.ours(module) if at else name
+        tensors[f"{_PREFIX}{ours}{at}{rest}"] = tensor
+        modules.add(ours)
+    known = dict(model.named_modules())
+    strange = sorted(module for module in modules if module not in known)
+    if strange or not modules:
+        raise ModelFormatError(
+            f"{file}: {len(strange)} of {len(modules)} adapted modules are not in the model, the first is "
+            f"{strange[0] if strange else 'none at all'!r}. The adapter is of another family"
+        )
+    kept = {key: value for key, value in settings.items() if key in LoraConfig.__dataclass_fields__}
+    chosen = {"target_modules": sorted(modules), "exclude_modules": None, "layers_to_transform": None,
+              "layers_pattern": None, "task_type": None, "inference_mode": True, "auto_mapping": None}  # fmt: skip
+    try:
+        adapted = get_peft_model(model, LoraConfig(**{**kept, **chosen}))
+        found = set_peft_model_state_dict(adapted, tensors)
+        lacking = [name for name in found.missing_keys if ".lora_" in name]
+        if lacking or found.unexpected_keys:
+            raise ValueError(f"missing {lacking[:1]}, unexpected {list(found.unexpected_keys)[:1]}")
+        merged = adapted.merge_and_unload(safe_merge=True)
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise ModelFormatError(f"adapter {folder} does not fit the model: {error}") from error
+    meaning = {key: value for key, value in kept.items() if key not in _IN_BOOKKEEPING}
+    hasher = blake3.blake3(file.read_bytes())
+    hasher.update(json.dumps(meaning, sort_keys=True).encode())
+    return merged, hasher.hexdigest()
