@@ -18,7 +18,6 @@ from pdllm_store import (
     DocumentNotFoundError,
     KVDtype,
     LMDBStore,
-    RecordDamagedError,
     StoreMismatchError,
 )
 
@@ -32,6 +31,7 @@ from pdllm_rag.config import AskOptions
 from pdllm_rag.events import EitherEvent, Final, Messages, StreamEvent
 from pdllm_rag.first_stage import BM25Index
 from pdllm_rag.ingest import ingest
+from pdllm_rag.mending import Mender
 from pdllm_rag.models.loader import LoadedModel, read_spec
 from pdllm_rag.pool import KVPool
 from pdllm_rag.prefill import InputDocument, Prefiller, PrefillReport, Progress
@@ -83,6 +83,7 @@ class RagEngine:
         fetch = CheaperFetch(store, self._prefiller.recompute) if load == "auto" else store.fetch
         self._pool = KVPool(store, fetch=fetch, budget_bytes=pool_bytes)
         self._index = BM25Index(store, self.fingerprint)
+        self._mender = Mender(store, self.fingerprint, self._prefiller, self._index)
         self._retriever = Retriever(model, self._index, self._pool, scoring or ScoringOptions())
         self._asking = Asking(model, self._pool, chunk_len)
 
@@ -259,7 +260,7 @@ class RagEngine:
                 texts = [context] if isinstance(context, str) else context
                 return self._pasted(texts, text, chosen, clock)
             if chunk_ids is not None:
-                return self._mended(lambda: self._given(chunk_ids))
+                return self._mender.run(lambda: self._given(chunk_ids))
             return self._find(text, chosen, clock)
 
         return self._asking.events(question, chosen, find)
@@ -290,21 +291,12 @@ class RagEngine:
         for attempt in range(MAX_ATTEMPTS):
             generation = self.store.generation
             try:
-                return self._mended(lambda: self._find_once(text, options, clock))
+                return self._mender.run(lambda: self._find_once(text, options, clock))
             except (DocumentNotFoundError, ChunkNotFoundError):
-                if self.store.generation == generation or attempt == MAX_ATTEMPTS - 1:
+                is_as_before = self.store.generation == generation
+                if attempt == MAX_ATTEMPTS - 1 or (is_as_before and not self._mender.leave_out()):
                     raise
         raise AssertionError("the last attempt returns or raises")
-
-    def _mended(self, find: Callable[[], Found]) -> Found:
-        """What `find` gives, after chunks whose rows turn out to be damaged were written again."""
-        for _ in range(self.options.k + MAX_ATTEMPTS):
-            try:
-                return find()
-            except RecordDamagedError as error:
-                if not self._prefiller.mend(self._index.refs_of(error.chunk_ids)):
-                    raise
-        return find()
 
     def _find_once(self, text: str, options: AskOptions, clock: Clock) -> Found:
         with clock.phase("first_stage"):
@@ -313,7 +305,10 @@ class RagEngine:
                 self._explain_empty()
             if self._index.generation != before:
                 self._pool.retain(self._index.chunk_ids())
+                self._mender.left_out.clear()
             doc_ids = matching(self.documents(), options.filter) if options.filter else None
+            if self._mender.left_out:
+                doc_ids = (self._index.doc_ids() if doc_ids is None else doc_ids) - self._mender.left_out
         window = self._asking.score_window(options)
         selection = self._retriever.select(
             text, options.k, options.candidates, clock, score_window=window, doc_ids=doc_ids

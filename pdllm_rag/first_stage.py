@@ -72,6 +72,10 @@ class BM25Index:
         """Chunks indexed now."""
         return self._ask(LexicalTables.chunk_ids)
 
+    def doc_ids(self) -> set[str]:
+        """Documents indexed now."""
+        return self._ask(lambda tables: {ref.doc_id for _, ref in tables.all_refs(None)})
+
     def refs_of(self, chunk_ids: Iterable[ChunkId]) -> list[ChunkRef]:
         """The first place of each distinct chunk in document order, in the order given; unknown ids are left out."""
         wanted = dict.fromkeys(chunk_ids)

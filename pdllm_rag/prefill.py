@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 FLUSH_TOKENS = 4096  # chunks are collected over documents up to this, so that batches are full and alike in length
 FLUSH_DOCUMENTS = 256
+PAGE_BYTES, RECORD_BYTES = 4096, 512  # of a store's file, and at most of a record's header
 ROOM = 0.4  # of the store's cap: what one document, or several that wait together, may take
 MAX_ATTEMPTS = 3  # of making a document visible while other processes delete chunks that it shares
 
@@ -185,7 +186,7 @@ class Prefiller:
                 self._notify(on_progress, report, document.doc_id)
                 continue
             absent = [chunk_id for chunk_id in self._absent(list(entry.chunks)) if chunk_id not in wanted]
-            n_new = sum(len(entry.chunks[chunk_id]) for chunk_id in absent)
+            n_new = sum(self._tokens_taken(len(entry.chunks[chunk_id])) for chunk_id in absent)
             if n_new > room:
                 report.failed.append(Failure(document.doc_id, self._too_large(n_new)))
                 self._notify(on_progress, report, document.doc_id)
@@ -223,6 +224,11 @@ class Prefiller:
         """Tokens that may wait to be written together: their KV must fit below the store's cap at once."""
         cap = self._store.max_bytes
         return math.inf if cap is None else cap * ROOM // self._fingerprint.bytes_per_token
+
+    def _tokens_taken(self, n_tokens: int) -> int:
+        """Tokens whose KV takes as much as a record of so many, which fills whole pages."""
+        per_token = self._fingerprint.bytes_per_token
+        return -(-(-(-(n_tokens * per_token + RECORD_BYTES) // PAGE_BYTES) * PAGE_BYTES) // per_token)
 
     def _too_large(self, n_tokens: int) -> str:
         needed = n_tokens * self._fingerprint.bytes_per_token
@@ -314,6 +320,10 @@ class Prefiller:
             computed -= set(entry.chunks)
             try:
                 self._publish(entry)
+            except StoreFullError:
+                kept = {ref.chunk_id for ref in self._store.refs(self._fingerprint)}
+                self._store.discard(set(wanted) - kept)
+                raise
             except (StoreError, ValueError) as error:
                 if isinstance(error, StoreError) and not _is_about_one_document(error):
                     raise

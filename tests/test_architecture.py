@@ -32,7 +32,7 @@ LAYERS = (
     ("pdllm_rag.context", "pdllm_rag.pool", "pdllm_rag.cheaper", "pdllm_rag.attends"),
     ("pdllm_rag.support", "pdllm_rag.encoder", "pdllm_rag.policies", "pdllm_rag.scoring", "pdllm_rag.first_stage"),
     ("pdllm_rag.prefill", "pdllm_rag.ingest", "pdllm_rag.decoding"),
-    ("pdllm_rag.retrieval", "pdllm_rag.transcript", "pdllm_rag.answer", "pdllm_rag.config"),
+    ("pdllm_rag.retrieval", "pdllm_rag.mending", "pdllm_rag.transcript", "pdllm_rag.answer", "pdllm_rag.config"),
     ("pdllm_rag.events", "pdllm_rag.reading"),
     ("pdllm_rag.asking", "pdllm_rag.registry"),
     ("pdllm_rag.engine",),

@@ -21,7 +21,7 @@ class Machine(NamedTuple):
 
     device: the GPU's name, or "cpu".
     threads: that torch computes with.
-    dtype: the model's compute dtype.
+    dtype: the model's compute dtype, "" where no model runs.
     avx512_bf16, amx: whether the CPU multiplies bfloat16 matrices in hardware, and by which unit.
     """
 
@@ -57,16 +57,16 @@ class Spread(NamedTuple):
         return self._asdict()
 
 
-def describe(model: LoadedModel) -> Machine:
-    """The machine as a run of this model finds it."""
-    device = model.backbone.device
+def describe(model: LoadedModel | None = None) -> Machine:
+    """The machine as a run of this model finds it, or one without a model."""
+    device = model.backbone.device if model else torch.device("cpu")
     cpu, flags = _processor(Path("/proc/cpuinfo"))
     return Machine(
         cpu=cpu,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         threads=torch.get_num_threads(),
-        dtype=str(model.backbone.dtype).removeprefix("torch."),
+        dtype=str(model.backbone.dtype).removeprefix("torch.") if model else "",
         avx512_bf16="avx512_bf16" in flags,
         amx="amx_bf16" in flags,
         torch=torch.__version__,
@@ -76,11 +76,18 @@ def describe(model: LoadedModel) -> Machine:
 
 
 def take_turns(
-    runs: Mapping[str, Callable[[], object]], repeat: int, *, device: torch.device
+    runs: Mapping[str, Callable[[], object]],
+    repeat: int,
+    *,
+    device: torch.device,
+    prepare: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
     """Milliseconds of each run, `repeat` times, in turns (A B A B), so that a slow moment hits all of them.
 
     One more round goes ahead and is not counted.
+
+    Args:
+        prepare: what goes ahead of a run and is not timed.
 
     Raises:
         ValueError: repeat below 1.
@@ -90,6 +97,8 @@ def take_turns(
     ms: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeat + 1):
         for name, run in runs.items():
+            if prepare and name in prepare:
+                prepare[name]()
             _finish(device)
             started = time.perf_counter()
             run()

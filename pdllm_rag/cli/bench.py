@@ -6,7 +6,10 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pdllm_rag.cli.console import notes, on_terminal, positive_int, print_table, results, table, write_json
+from pdllm_rag.cli.console import byte_size, notes, on_terminal, print_table, results, table, write_json
+from pdllm_rag.cli.opening import add_store, open_engine
+from pdllm_rag.cli.prefill import KV_DTYPES
+from pdllm_rag.cli.values import positive_int
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -14,6 +17,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 N_QUESTIONS = 20
+SHAPES = {  # layers, key/value heads, head dim
+    "demo": (24, 3, 64),
+    "fast-dllm-v2-1.5b": (28, 2, 128),
+    "dream-7b": (28, 4, 128),
+    "sdar-4b": (36, 8, 128),
+    "llada-8b": (32, 32, 128),
+}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,7 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Where a question's time goes, and what static chunk KV saves against encoding the "
         "context anew at each denoising step.",
     )
-    query.add_argument("--store", required=True, metavar="DIR", help="folder of the store that is asked")
+    add_store(query, help="folder of the store that is asked", may_read_only=True)
     query.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
     query.add_argument(
         "--questions",
@@ -55,19 +65,48 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     prefill.add_argument("--repeat", type=positive_int, default=10, metavar="N", help="repetitions (default: 10)")
     prefill.add_argument("--json", action="store_true", help="print one JSON object")
     prefill.set_defaults(run=run_prefill)
+    _add_store_bench(benches)
+
+
+def _add_store_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser(
+        "store",
+        help="KV to disk and back, against plain files and a copy in memory",
+        description="How fast KV of a model's shape goes to disk and comes back, against torch.save, safetensors, a "
+        "plain file and a copy in memory; what opening and listing a large store take; the stored dtypes. No model is "
+        "loaded, and everything that is written is removed again.",
+    )
+    parser.add_argument("--dir", default=".", metavar="DIR", help="measure the disk under this folder (default: .)")
+    parser.add_argument("--shape", choices=SHAPES, default="demo", help="KV of this model (default: demo)")
+    for name, what in (("layers", "layers"), ("kv-heads", "key/value heads"), ("head-dim", "elements of a head")):
+        parser.add_argument(f"--{name}", type=positive_int, metavar="N", help=f"{what} (default: the shape's)")
+    for name, value, what in (
+        ("chunks", 8, "chunks written and loaded at once"),
+        ("chunk-len", 256, "tokens of a chunk"),
+        ("metas", 100_000, "chunks of the large store, at least 10"),
+        ("repeat", 10, "repetitions"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=positive_int, default=value, metavar="N", help=f"{what} (default: {value})"
+        )
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bfloat16", help="stored dtype (default: bfloat16)")
+    parser.add_argument(
+        "--threads", type=positive_int, metavar="N", help="threads of a load (default: the store's own)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_store)
 
 
 def run_query(args: argparse.Namespace) -> int:
     """Measure the query side and report."""
     from pdllm_rag.bench.query import bench_query
-    from pdllm_rag.engine import RagEngine
     from pdllm_rag.evaluation import read_questions
 
     rows = read_questions(args.questions) if args.questions else []
     questions = [row.text for row in rows if row.kind == "answerable" and row.context is None][:N_QUESTIONS]
     if rows and not questions:
         raise ValueError(f"{args.questions} holds no answerable question that is asked over a store")
-    with RagEngine.open(args.store, args.model, create=False) as engine, _waiting(args):
+    with open_engine(args) as engine, _waiting(args):
         figures = bench_query(engine, questions, repeat=args.repeat)
     tables = [_query_table(figures)]
     if figures["asks"]:
@@ -87,6 +126,28 @@ def run_prefill(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_store(args: argparse.Namespace) -> int:
+    """Measure the store and report."""
+    from pdllm_rag.bench.store import StoreShapes, bench_store
+
+    n_layers, n_kv_heads, head_dim = SHAPES[args.shape]
+    shapes = StoreShapes(
+        n_layers=args.layers or n_layers,
+        n_kv_heads=args.kv_heads or n_kv_heads,
+        head_dim=args.head_dim or head_dim,
+        chunk_len=args.chunk_len,
+        n_chunks=args.chunks,
+        kv_dtype=args.kv_dtype,
+        threads=args.threads,
+        n_metas=args.metas,
+    )
+    with _waiting(args):
+        figures = bench_store(shapes, folder=args.dir, repeat=args.repeat)
+    sections = [figures["write"], figures["warm"], figures["cold"], *figures["codec"].values()]
+    _report(args, figures, [*map(_section_table, sections), _growth_table(figures["tables"])])
+    return 0
+
+
 def _waiting(args: argparse.Namespace) -> AbstractContextManager[object]:
     console = notes()
     return console.status("Measuring") if on_terminal(sys.stderr) and not args.json else console
@@ -103,11 +164,43 @@ def _report(args: argparse.Namespace, figures: dict[str, Any], tables: list[Tabl
     machine = figures["machine"]
     units = ", AVX512-BF16" * machine["avx512_bf16"] + ", AMX" * machine["amx"]
     console.print(
-        f"{figures['model']} in {machine['dtype']} on {machine['device']}, {machine['threads']} threads; "
-        f"{machine['cpu']}, {machine['cores']} cores{units}; "
+        f"{_subject(figures)}; {machine['cpu']}, {machine['cores']} cores{units}; "
         f"torch {machine['torch']}, transformers {machine['transformers']}; "
         f"{figures['repeat']} repetitions in turns"
     )
+
+
+def _subject(figures: dict[str, Any]) -> str:
+    machine, shapes = figures["machine"], figures["shapes"]
+    if "model" in figures:
+        return f"{figures['model']} in {machine['dtype']} on {machine['device']}, {machine['threads']} threads"
+    sizes = f"{shapes['n_layers']} layers of {shapes['n_kv_heads']} x {shapes['head_dim']}"
+    return f"{shapes['n_chunks']} chunks of {shapes['chunk_len']} tokens, {sizes}, in {shapes['kv_dtype']}"
+
+
+def _section_table(section: dict[str, Any]) -> Table:
+    target = f", target {section['target']} for the first" if "target" in section else ""
+    headers = (f"{section['measures']}{target}", "ms", "quartiles", "GB/s", "of the limit", "quartiles")
+    rows = table(*headers, right=headers[1:])
+    for name, side in section["sides"].items():
+        share = side["of_limit"]
+        of_limit = ("the limit", "") if name == section["limit"] else (f"{share['median']:.2f}", _quartiles(share, 2))
+        speed = f"{side['gb_per_s']['median']:.2f}"
+        rows.add_row(side["what"], f"{side['ms']['median']:.1f}", _quartiles(side["ms"], 1), speed, *of_limit)
+    if "bytes_per_1k_tokens" in section:
+        rows.add_row(f"{byte_size(section['bytes_per_1k_tokens'])} per 1,000 tokens", "", "", "", "", "")
+    if known := [side["resident"]["median"] for side in section["sides"].values() if side["resident"]]:
+        rows.add_row(f"in the page cache before: {', '.join(f'{share:.1%}' for share in known)}", "", "", "", "", "")
+    return rows
+
+
+def _growth_table(growth: dict[str, Any]) -> Table:
+    headers = (growth["measures"], "ms", "quartiles", "peak", "own memory")
+    rows = table(*headers, right=headers[1:])
+    for side in growth["sides"].values():
+        memory = [f"{side[f'{kind}_bytes_per_chunk']:.0f} bytes" for kind in ("peak", "own")]
+        rows.add_row(side["what"], f"{side['ms']['median']:.1f}", _quartiles(side["ms"], 1), *memory)
+    return rows
 
 
 def _query_table(figures: dict[str, Any]) -> Table:

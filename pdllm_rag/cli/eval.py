@@ -9,10 +9,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from pdllm_rag.cli.console import notes, on_terminal, positive_int, print_table, results, table, write_json
+from pdllm_rag.cli import prefill
+from pdllm_rag.cli.console import byte_size, on_terminal, print_table, progress_bar, results, table, write_json
+from pdllm_rag.cli.opening import add_store, is_store_given, open_engine
 from pdllm_rag.cli.options import add_asking, asking_options
+from pdllm_rag.cli.values import positive_int
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pdllm_rag.config import AskOptions
     from pdllm_rag.engine import RagEngine
     from pdllm_rag.evaluation import Outcome, Question
+    from pdllm_rag.models import LoadedModel
 
 ANSWERABLE_ROWS = (
     ("accuracy", "accurate (exact or contained)"),
@@ -35,6 +37,8 @@ ANSWERABLE_ROWS = (
     ("bm25_recall_at_1", "recall@1, BM25 alone"),
     ("bm25_recall_at_4", "recall@4, BM25 alone"),
 )
+REUSE_ROWS = ("accuracy", "accuracy_without_abstaining", "false_refusals", "recall_at_1", "recall_at_4")
+DOCUMENTS, QUESTIONS = "examples/handbook", "examples/handbook_questions.jsonl"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,13 +53,39 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "none. A line is a JSON object: question, answers, doc_ids, kind (answerable, unrelated, near_miss).",
     )
     qa.add_argument("--data", required=True, metavar="FILE", help="questions, one JSON object per line")
-    qa.add_argument("--store", metavar="DIR", help="folder of the store; not needed if every row has a context")
+    about = "folder of the store; not needed if every row has a context"
+    add_store(qa, help=about, required=False, may_read_only=True)
     qa.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
     add_asking(qa)
     qa.add_argument("--limit", type=positive_int, metavar="N", help="ask only the first N questions")
     qa.add_argument("--details", metavar="FILE", help="write each outcome there, one JSON object per line")
     qa.add_argument("--json", action="store_true", help="print one JSON object and no progress")
     qa.set_defaults(run=run_qa)
+    reuse = measures.add_parser(
+        "reuse",
+        help="compare stored dtypes: answers, errors and bytes",
+        description="Prefill documents into a new store for each stored dtype, ask the questions over each, and "
+        "compare answers and KV with those of the float32 store. The stores are removed again.",
+    )
+    reuse.add_argument("--documents", nargs="+", default=[DOCUMENTS], metavar="PATH", help=f"(default: {DOCUMENTS})")
+    reuse.add_argument("--questions", default=QUESTIONS, metavar="FILE", help=f"as for qa (default: {QUESTIONS})")
+    reuse.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
+    reuse.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="compute dtype; in bfloat16 a bfloat16 store has nothing to lose (default: float32)",
+    )
+    reuse.add_argument(
+        "--kv-dtype",
+        action="append",
+        choices=prefill.KV_DTYPES,
+        help="may be repeated; float32 is always measured (default: all)",
+    )
+    add_asking(reuse)
+    reuse.add_argument("--limit", type=positive_int, metavar="N", help="ask only the first N questions")
+    reuse.add_argument("--json", action="store_true", help="print one JSON object and no progress")
+    reuse.set_defaults(run=run_reuse)
 
 
 def run_qa(args: argparse.Namespace) -> int:
@@ -67,17 +97,22 @@ def run_qa(args: argparse.Namespace) -> int:
 
     questions = read_questions(args.data, limit=args.limit)
     options = asking_options(args)
-    if args.store is None and any(question.context is None for question in questions):
+    has_store = is_store_given(args)
+    if not has_store and any(question.context is None for question in questions):
         raise ValueError("--store is missing and not every question brings its context; expected a store's folder")
     with ExitStack() as stack:
         details = stack.enter_context(open(args.details, "w", encoding="utf-8")) if args.details else None
-        store = MemoryStore() if args.store is None else args.store
-        engine = stack.enter_context(RagEngine.open(store, args.model, create=False))
+        opened = open_engine(args) if has_store else RagEngine.open(MemoryStore(), args.model)
+        engine = stack.enter_context(opened)
         outcomes = _ask(engine, questions, options, details, live=on_terminal(sys.stderr) and not args.json)
         figures = {
             "data": args.data,
             **summary(outcomes),
-            "settings": _settings(engine, options),
+            "settings": {
+                **_settings(engine.model, options),
+                "kv_dtype": engine.fingerprint.kv_dtype,
+                "store": Path(engine.store.path).name,
+            },
         }
     if args.json:
         write_json(figures)
@@ -86,6 +121,32 @@ def run_qa(args: argparse.Namespace) -> int:
     for part in _tables(figures):
         print_table(console, part)
         console.print()
+    return 0
+
+
+def run_reuse(args: argparse.Namespace) -> int:
+    """Compare the stored dtypes and report."""
+    import torch
+    from pdllm_store import KV_DTYPES
+
+    from pdllm_rag.evaluation import read_questions
+    from pdllm_rag.evaluation.reuse import compare_dtypes
+    from pdllm_rag.models import load_model
+
+    questions = read_questions(args.questions, limit=args.limit)
+    options = asking_options(args)
+    kv_dtypes = args.kv_dtype or KV_DTYPES
+    model = load_model(args.model, dtype=getattr(torch, args.dtype))
+    with progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
+        task = bar.add_task("Asking", total=len(questions) * len({"float32", *kv_dtypes}))
+        by_dtype = compare_dtypes(
+            model, args.documents, questions, options, kv_dtypes, on_outcome=lambda _: bar.advance(task)
+        )
+    figures = {"questions": args.questions, "documents": args.documents, "kv_dtypes": by_dtype}
+    if args.json:
+        write_json({**figures, "settings": _settings(model, options)})
+    else:
+        print_table(results(), _reuse_table(by_dtype))
     return 0
 
 
@@ -100,17 +161,8 @@ def _ask(
     from pdllm_rag.evaluation import ask_all
 
     outcomes = []
-    with Progress(
-        TextColumn("Asking"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=notes(),
-        expand=True,
-        transient=True,
-        disable=not live,
-    ) as bar:
-        task = bar.add_task("", total=len(questions))
+    with progress_bar(live=live) as bar:
+        task = bar.add_task("Asking", total=len(questions))
         for outcome in ask_all(engine, questions, options):
             outcomes.append(outcome)
             bar.advance(task)
@@ -119,17 +171,15 @@ def _ask(
     return outcomes
 
 
-def _settings(engine: RagEngine, options: AskOptions) -> dict[str, Any]:
+def _settings(model: LoadedModel, options: AskOptions) -> dict[str, Any]:
     return {
-        "model": engine.model.spec.name,
-        "weights": engine.fingerprint.weights_digest,
-        "dtype": str(engine.model.backbone.dtype).removeprefix("torch."),
-        "kv_dtype": engine.fingerprint.kv_dtype,
-        "store": Path(engine.store.path).name,
+        "model": model.spec.name,
+        "weights": model.weights_digest,
+        "dtype": str(model.backbone.dtype).removeprefix("torch."),
         "k": options.k,
         "candidates": options.candidates,
-        "score_window": engine.model.spec.family.score_window if options.score_window is None else options.score_window,
-        "draft_weight": engine.model.spec.family.draft_weight,
+        "score_window": model.spec.family.score_window if options.score_window is None else options.score_window,
+        "draft_weight": model.spec.family.draft_weight,
         "decoder": options.decoder,
         "policy": options.policy,
         "placement": options.placement,
@@ -155,6 +205,27 @@ def _tables(figures: dict[str, Any]) -> list[Table]:
     for phase, median in figures["ms"]["phases"].items():
         cost.add_row(f"{phase.replace('_', ' ')} ms", f"{median:.1f}", "")
     return [quality, cost]
+
+
+def _reuse_table(by_dtype: dict[str, Any]) -> Table:
+    filled = table("measure", *by_dtype, right=tuple(by_dtype))
+    columns = [_reuse_cells(figures) for figures in by_dtype.values()]
+    for label in columns[0]:
+        filled.add_row(label, *(cells[label] for cells in columns))
+    return filled
+
+
+def _reuse_cells(figures: dict[str, Any]) -> dict[str, str]:
+    answerable, error, load = figures["answerable"], figures["relative_l2_error"], figures["load"]
+    estimates = {f"answerable: {label}": answerable[key] for key, label in ANSWERABLE_ROWS if key in REUSE_ROWS}
+    estimates |= {f"{kind.replace('_', ' ')}: refused": figures[kind]["refused"] for kind in ("unrelated", "near_miss")}
+    estimates["the same text as from float32"] = figures["agreement"]
+    return {label: "{} ({})".format(*_estimate(value)) for label, value in estimates.items()} | {
+        "relative L2 error of keys": f"{error['k']:.2e}",
+        "relative L2 error of values": f"{error['v']:.2e}",
+        "KV of 1,000 tokens": byte_size(round(figures["kv_bytes_per_1k_tokens"])),
+        f"mean ms of loading {load['chunks']} chunks": f"{load['ms']['value']:.1f}",
+    }
 
 
 def _estimate(estimate: dict[str, float] | None) -> tuple[str, str]:

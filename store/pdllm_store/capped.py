@@ -83,16 +83,17 @@ class CappedWrites:
                 return result
         raise StoreFullError(f"{self._path} is filled by others faster than room is made for {needed} bytes; try again")
 
-    def note_use(self, chunk_ids: Iterable[ChunkId]) -> None:
-        """Remember that chunks were used now; from time to time, that is written."""
+    def note_use(self, chunk_ids: Iterable[ChunkId]) -> bool:
+        """Remember that chunks were used now; True if it is time to write that, which may wait for another writer."""
         if self._transactions.read_only:
-            return
+            return False
         now_ms = eviction.now_ms()
         with self._lock:
             self._used_ms.update(dict.fromkeys(chunk_ids, now_ms))
             due = len(self._used_ms) > _USES_AT_ONCE or time.monotonic() - self._written_at > _USES_S
-        if due:
-            self.write_uses()
+            if due:
+                self._written_at = time.monotonic()  # not again at once, if it cannot be written
+        return due
 
     def write_uses(self) -> None:
         """Write what is remembered; others who wait for it lose it if that fails."""

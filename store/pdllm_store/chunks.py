@@ -42,6 +42,8 @@ class EncodedChunk(NamedTuple):
 def check_chunk(fingerprint: ModelFingerprint, meta: ChunkMeta, kv: ChunkKV) -> None:
     """Raises ValueError if the id is not that of the tokens under the fingerprint, or a shape does not fit."""
     token_ids = np.asarray(meta.token_ids)
+    if token_ids.dtype.kind not in "iu" or (token_ids.size and not 0 <= token_ids.min() <= token_ids.max() < 2**31):
+        raise ValueError(f"token ids are {token_ids.dtype}, expected integers in [0, 2**31)")
     if token_ids.ndim != 1 or token_ids.size == 0:
         raise ValueError(f"a chunk has at least one token id in one axis, got shape {token_ids.shape}")
     # A chunk under a wrong id would be a silent wrong hit for ever.

@@ -157,8 +157,14 @@ class Environment:
                 except lmdb.MapResizedError:
                     transaction = None
                 if transaction is not None:
-                    with transaction:
-                        yield self.tables(env, transaction, self._databases)
+                    tables = LMDBTables(env, transaction, self._databases)
+                    try:
+                        with transaction:
+                            yield self._guarded(tables)
+                    finally:
+                        # Its slot is free when nobody refers to the transaction, and a kept error refers to its frames.
+                        transaction = None
+                        tables.end()
                     return
             with self.gate.exclusive():
                 # Another process opened it with a larger map and filled it: take that size over.
@@ -166,7 +172,9 @@ class Environment:
 
     def tables(self, env: Any, transaction: Any, databases: dict[Table, Any]) -> Tables:
         """The tables of a transaction, behind the store's key if it has one."""
-        tables = LMDBTables(env, transaction, databases)
+        return self._guarded(LMDBTables(env, transaction, databases))
+
+    def _guarded(self, tables: LMDBTables) -> Tables:
         return tables if self.access.key is None else KeyedTables(tables, self.access.key)
 
     def _live(self) -> Any:
@@ -228,6 +236,11 @@ class Environment:
                 f"the disk under {self.path} is full: {self.file_bytes()} bytes used by the store, "
                 f"{shutil.disk_usage(self.path).free} free, {needed} more needed ({error}); nothing of it was kept"
             )
+        if isinstance(error, lmdb.ReadersFullError):
+            return StoreError(
+                f"{self.path}: all {self._live().info()['max_readers']} reader slots are in use by running processes; "
+                "nothing is wrong with the store. Try again, or stop some of them"
+            )
         return StoreError(f"LMDB cannot go on with {self.path}: {error}; run `verify`, or restore a copy")
 
 
@@ -249,6 +262,11 @@ def open_lmdb(path: str, access: Access) -> Any:
         )
     except (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError) as error:
         raise StoreFormatError(f"{path} holds no LMDB file that can be read ({error}); give another folder") from error
+    except lmdb.ReadersFullError as error:
+        raise StoreError(
+            f"{path}: all reader slots are taken, so it cannot be opened; nothing is wrong with the store. A question "
+            "to a process that has it open frees those of killed processes, as does stopping all that have it open"
+        ) from error
     except lmdb.Error as error:
         raise StoreError(f"cannot open {path} with a map of {access.map_size} bytes: {error}") from error
     try:

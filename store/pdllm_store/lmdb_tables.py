@@ -19,6 +19,10 @@ class LMDBTables:
         self._transaction = transaction
         self._databases = databases
 
+    def end(self) -> None:
+        """Let go of the transaction, which has ended."""
+        self._transaction = None
+
     def get(self, table: Table, key: bytes) -> Buffer | None:
         value: Buffer | None = self._transaction.get(key, db=self._databases[table])
         return value

@@ -66,8 +66,9 @@ class Recomputing:
         if damaged:
             try:
                 discard(damaged)
-            except StoreReadOnlyError as error:
-                logger.info("%d damaged chunks stay in the store: %s", len(damaged), error)
+            except StoreError as error:
+                level = logging.INFO if isinstance(error, StoreReadOnlyError) else logging.WARNING
+                logger.log(level, "%d damaged chunks stay in the store: %s", len(damaged), error)
         found: dict[ChunkId, ChunkKV] = {}
         for fingerprint, batch in self._batches(metas):
             try:

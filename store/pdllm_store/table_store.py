@@ -15,8 +15,10 @@ from pdllm_store.counts import read_counts, recount, state_or_new
 from pdllm_store.errors import RecordDamagedError, StoreClosedError, StoreError
 from pdllm_store.fingerprints import check_dtype, fingerprints, register
 from pdllm_store.recomputing import Comparison, Recomputing
+from pdllm_store.rows import pack_document
 from pdllm_store.tables import Tables
 from pdllm_store.types import (
+    ID_BYTES,
     ChunkId,
     ChunkKV,
     ChunkMeta,
@@ -172,7 +174,7 @@ class TableStore:
         self._workers.later(lambda: loading.touch_pages(self._transactions.read, wanted))
 
     def touch(self, chunk_ids: Iterable[ChunkId]) -> None:
-        self._writes.note_use(chunk_ids)
+        self._note_use(chunk_ids)
 
     def discard(self, chunk_ids: Iterable[ChunkId]) -> None:
         chunk_ids = list(chunk_ids)
@@ -220,7 +222,8 @@ class TableStore:
     def add_document(self, fingerprint: ModelFingerprint, document: Document) -> bool:
         check_dtype(fingerprint, self._kv_dtype)
         documents.check_document(document)
-        sizes = [4 * len(document.text), 4096, *[64] * len(document.chunks)]
+        row = pack_document(bytes(2 * ID_BYTES), document, pinned=False)
+        sizes = [4 * len(document.text), 4096 + len(row), *[64] * len(document.chunks)]
         needed = eviction.written_bytes(sizes)
         return self._writes.write(lambda tables: documents.add(tables, fingerprint, document), needed=needed)
 
@@ -244,8 +247,12 @@ class TableStore:
             return documents.infos(tables, fingerprint, self._on_damage)
 
     def document(self, fingerprint: ModelFingerprint, doc_id: str) -> Document:
-        with self._transactions.read() as tables:
-            return documents.get(tables, fingerprint, doc_id)
+        try:
+            with self._transactions.read() as tables:
+                return documents.get(tables, fingerprint, doc_id)
+        except RecordDamagedError as error:
+            self._on_damage(error)
+            raise
 
     def refs(self, fingerprint: ModelFingerprint) -> list[ChunkRef]:
         """As the protocol says; a document with a damaged row is left out, logged and counted."""
@@ -305,13 +312,20 @@ class TableStore:
         if self._transactions_or_none is None:
             return
         self._workers.close()
+        self._write_uses()
+        transactions, self._transactions_or_none = self._transactions_or_none, None
+        if transactions is not None:
+            transactions.close()
+
+    def _note_use(self, chunk_ids: Iterable[ChunkId]) -> None:
+        if self._writes.note_use(chunk_ids):
+            self._workers.later(self._write_uses)  # a reader never waits for a writer, nor fails with it
+
+    def _write_uses(self) -> None:
         try:
             self._writes.write_uses()
         except StoreError as error:
             logger.warning("%s: the order of use was not written: %s", self._path, error)
-        transactions, self._transactions_or_none = self._transactions_or_none, None
-        if transactions is not None:
-            transactions.close()
 
     @property
     def _writes(self) -> CappedWrites:
@@ -342,7 +356,7 @@ class TableStore:
             for error in damaged:
                 self._on_damage(error)
             self._count(hits=len(kv), misses=len(failures) - len(damaged))
-        self._writes.note_use(kv)
+        self._note_use(kv)
         return kv, failures
 
     def _count(self, **changes: int) -> None:

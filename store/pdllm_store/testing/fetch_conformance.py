@@ -80,9 +80,7 @@ class FetchConformance:
         with pytest.raises(ChunkNotFoundError):
             store.fetch(lost)
 
-    def test_a_chunk_that_nobody_put_cannot_be_computed(
-        self, store: ChunkStore, fingerprint: ModelFingerprint
-    ) -> None:
+    def test_a_chunk_that_nobody_put_cannot_be_computed(self, store: ChunkStore, fingerprint: ModelFingerprint) -> None:
         store.recompute_with(fingerprint, lambda _metas: iter(()))
         with pytest.raises(ChunkNotFoundError):
             store.fetch([bytes(16)])
