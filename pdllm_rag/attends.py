@@ -136,7 +136,8 @@ def _full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n_sequences: int) -
     k = k.view(n_sequences, length, n_kv, head_dim).transpose(1, 2)
     v = v.view(n_sequences, length, n_kv, head_dim).transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v)
-    return out.view(n_sequences, n_heads, length, head_dim).transpose(1, 2).reshape(n_rows, n_heads, head_dim)
+    out = out.reshape(n_sequences, n_heads, length, head_dim)  # its strides are the kernel's choice
+    return out.transpose(1, 2).reshape(n_rows, n_heads, head_dim)
 
 
 def _masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -475,6 +475,16 @@ def test_models_list_names_the_bundled_models_and_the_families(pdllm: Pdllm) -> 
     assert "demo" in pdllm("models", "list").out
 
 
+def test_models_pull_names_the_folder_and_refuses_what_is_not_there(
+    pdllm: Pdllm, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    pulled = one_object(pdllm("models", "pull", tiny_model_path, "--json"))
+    assert set(pulled) == {"name", "family", "folder", "weights_bytes"}
+    assert pulled["weights_bytes"] == sum(f.stat().st_size for f in tiny_model_path.glob("*.safetensors"))
+    assert "HF_HUB_OFFLINE" in one_line(pdllm("models", "pull", "nobody/nothing", "--revision", "v1"))
+
+
 def test_models_info_describes_a_checkpoint_and_counts_its_documents(
     pdllm: Pdllm, filled: Path, tmp_path: Path, tiny_model_path: Path
 ) -> None:

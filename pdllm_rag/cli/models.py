@@ -1,11 +1,21 @@
-"""`pdllm models`: which models there are, and what one of them is. No weights are loaded."""
+"""`pdllm models`: which models there are, what one of them is, and fetching one. No weights are loaded."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from pdllm_rag.cli.console import counted, fact_table, kib, print_table, results, table, write_json
+from pdllm_rag.cli.console import (
+    byte_size,
+    counted,
+    fact_table,
+    kib,
+    print_table,
+    results,
+    table,
+    visible,
+    write_json,
+)
 from pdllm_rag.cli.opening import add_store, is_store_given, open_store
 
 if TYPE_CHECKING:
@@ -16,17 +26,26 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command and its subcommands."""
     parser = commands.add_parser(
         "models",
-        help="list models, describe one",
-        description="List the models there are, or describe one. No weights are loaded.",
+        help="list models, describe one, fetch one",
+        description="List the models there are, describe one, or fetch one. No weights are loaded.",
     )
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     listing = actions.add_parser("list", help="list bundled models and supported families")
     listing.set_defaults(run=run, act=_list)
     info = actions.add_parser("info", help="describe a model from its config and tokenizer")
-    info.add_argument("name", metavar="NAME", help="bundled model or checkpoint folder")
+    info.add_argument("name", metavar="NAME", help="bundled model, checkpoint folder or hub id")
     add_store(info, help="also count this store's documents of the model", required=False, may_read_only=True)
     info.set_defaults(run=run, act=_info)
-    for action in (listing, info):
+    pull = actions.add_parser(
+        "pull",
+        help="fetch a model from the Hugging Face hub",
+        description="Fetch config, tokenizer and safetensors weights of a hub repository into the hub's cache, and check "
+        "that they are complete and of a supported family. No code and no pickle is fetched.",
+    )
+    pull.add_argument("name", metavar="NAME", help="hub id, such as GSAI-ML/LLaDA-8B-Instruct")
+    pull.add_argument("--revision", metavar="REV", help="branch, tag or commit (default: the main branch)")
+    pull.set_defaults(run=run, act=_pull)
+    for action in (listing, info, pull):
         action.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -70,11 +89,25 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
+def _pull(args: argparse.Namespace) -> int:
+    from pdllm_rag.models.loader import locate, read_spec, weight_files
+
+    folder = locate(args.name, revision=args.revision)
+    spec, _, _ = read_spec(str(folder))
+    n_bytes = sum(file.stat().st_size for file in weight_files(folder))
+    if args.json:
+        write_json({"name": args.name, "family": spec.family.name, "folder": str(folder), "weights_bytes": n_bytes})
+    else:
+        results().print(f"{visible(args.name)} ({spec.family.name}), {byte_size(n_bytes)} of weights, is in")
+        results().print(visible(str(folder)))
+    return 0
+
+
 def _info(args: argparse.Namespace) -> int:
     from pdllm_rag.models.loader import read_spec
 
     spec, tokenizer, config = read_spec(args.name)
-    facts = _facts(spec, tokenizer.digest)
+    facts = _facts(spec, tokenizer.digest) | {"weights_bytes": _weights_bytes(args.name)}
     if is_store_given(args):
         facts["store"] = _in_store(args, tokenizer.digest, config)
     if args.json:
@@ -82,6 +115,14 @@ def _info(args: argparse.Namespace) -> int:
     else:
         _show(facts)
     return 0
+
+
+def _weights_bytes(name: str) -> int | None:
+    """Size of the weight files, None where they are not here."""
+    from pdllm_rag.models.loader import locate
+
+    files = list(locate(name, weights=False).glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files) if files else None
 
 
 def _facts(spec: ModelSpec, tokenizer_digest: str) -> dict[str, Any]:
@@ -156,6 +197,7 @@ def _show(facts: dict[str, Any]) -> None:
         ("family", f"{facts['family']}: {facts['title']}"),
         ("model_type", facts["model_type"]),
         ("licence", facts["licence"]),
+        ("weights", "not here" if facts["weights_bytes"] is None else byte_size(facts["weights_bytes"])),
         ("layers", str(facts["n_layers"])),
         (
             "heads",
@@ -170,6 +212,6 @@ def _show(facts: dict[str, Any]) -> None:
         ("context", f"trained on up to {facts['context_len']:,} tokens, window {facts['window']:,}"),
     ]
     if held := facts.get("store"):
-        rows.append(("weights", held["weights_digest"]))
+        rows.append(("digest", held["weights_digest"]))
         rows.append(("store", f"{held['path']}, {counted(held['documents'], 'document')} of this model"))
     print_table(results(), fact_table(rows))

@@ -40,7 +40,7 @@ def unpack(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str,
 
 def _unpack_one(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     rows, half = packed.shape
-    levels = torch.arange(-8, 8, dtype=torch.float32)
+    levels = torch.arange(-8, 8, dtype=torch.float32, device=packed.device)
     pairs = torch.stack((levels.repeat(16), levels.repeat_interleave(16)), dim=1)  # byte -> (low, high)
     values = pairs[packed.reshape(-1).int()].view(rows, half * 2 // GROUP, GROUP)
     return (values * scale.float()[..., None]).view(rows, half * 2).to(dtype)
