@@ -64,9 +64,7 @@ class Mender:
             try:
                 for ref in self._store.document(self._fingerprint, doc_id).chunks:
                     self._store.meta(ref.chunk_id)
-            except DocumentNotFoundError:
-                continue
-            except (RecordDamagedError, ChunkNotFoundError) as error:
+            except (RecordDamagedError, ChunkNotFoundError, DocumentNotFoundError) as error:
                 logger.warning("document %r is left out until it is prefilled again: %s", doc_id, error)
                 found.add(doc_id)
         self.left_out |= found

@@ -309,7 +309,7 @@ class Prefiller:
             try:
                 report.bytes_written += self._store.put(self._fingerprint, batch)
             except StoreFullError:
-                self._store.discard(wanted)  # no document will refer to them
+                self._store.drop_orphans(wanted)
                 raise
             report.chunks_computed += len(batch)
             report.tokens += sum(len(meta.token_ids) for meta, _ in batch)
@@ -321,8 +321,7 @@ class Prefiller:
             try:
                 self._publish(entry)
             except StoreFullError:
-                kept = {ref.chunk_id for ref in self._store.refs(self._fingerprint)}
-                self._store.discard(set(wanted) - kept)
+                self._store.drop_orphans(wanted)
                 raise
             except (StoreError, ValueError) as error:
                 if isinstance(error, StoreError) and not _is_about_one_document(error):

@@ -85,6 +85,7 @@ def test_deleted_and_replaced_chunks_leave_the_memory(tiny_model: LoadedModel) -
 
 
 def test_the_pool_keeps_within_its_budget_and_drops_the_oldest_first() -> None:
+    A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
     loads: list[bytes] = []
 
     class Loading(MemoryStore):
@@ -94,14 +95,14 @@ def test_the_pool_keeps_within_its_budget_and_drops_the_oldest_first() -> None:
             return Fetched(kv, frozenset())
 
     pool = KVPool(Loading(), budget_bytes=2 * 256)
-    pool.acquire([b"a", b"b"])
-    pool.acquire([b"a"])
-    assert loads == [b"a", b"b"]
-    pool.acquire([b"c"])
-    pool.acquire([b"a"])
-    assert loads == [b"a", b"b", b"c"]
-    pool.acquire([b"b"])
-    assert loads == [b"a", b"b", b"c", b"b"]
+    pool.acquire([A, B])
+    pool.acquire([A])
+    assert loads == [A, B]
+    pool.acquire([C])
+    pool.acquire([A])
+    assert loads == [A, B, C]
+    pool.acquire([B])
+    assert loads == [A, B, C, B]
     assert len(pool) == 2
 
 

@@ -25,9 +25,8 @@ from pdllm_rag.cli import options as cli_options
 from pdllm_rag.cli.console import StreamedText
 from pdllm_rag.cli.main import build_parser
 from pdllm_rag.config import DECODERS, AskOptions
-from pdllm_rag.engine import LOADS
 from pdllm_rag.decoding import DecodeStep
-from pdllm_rag.engine import RagEngine
+from pdllm_rag.engine import LOADS, RagEngine
 from pdllm_rag.errors import NumericsError
 from pdllm_rag.events import CanvasUpdate, Final, TextDelta
 from pdllm_rag.placement import MODES

@@ -35,8 +35,8 @@ import torch
 from pdllm_store import KV_DTYPES, ChunkKV, ChunkMeta, KVDtype, LMDBStore, ModelFingerprint
 from pdllm_store.chunks import encode_chunk, put_chunks
 from pdllm_store.codec import TORCH_DTYPES, block_bytes, decode_into, encode_into
-from pdllm_store.loading import Workers
 from pdllm_store.location import DATA_FILE
+from pdllm_store.workers import Workers
 
 from pdllm_rag.bench.growth import bench_growth
 from pdllm_rag.bench.kv_files import FORMATS, PLAIN_FILE, raw

@@ -139,7 +139,7 @@ def _show(answer: Answer, args: argparse.Namespace, console: Console) -> None:
         nothing = (
             f"No source: the documents in {args.store} do not hold an answer to this question."
             if answer.stats.chunks.candidates
-            else f"No source: no document in {args.store} matches the filter, so nothing was read."
+            else f"No source: no document in {args.store} matches the filter, or can be read, so nothing was read."
         )
         print_indented(console, nothing, indent=0)
     console.print()

@@ -39,8 +39,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     pull = actions.add_parser(
         "pull",
         help="fetch a model from the Hugging Face hub",
-        description="Fetch config, tokenizer and safetensors weights of a hub repository into the hub's cache, and check "
-        "that they are complete and of a supported family. No code and no pickle is fetched.",
+        description="Fetch config, tokenizer and safetensors weights of a hub repository into the hub's cache, and "
+        "check that they are of a supported family. No code and no pickle is fetched.",
     )
     pull.add_argument("name", metavar="NAME", help="hub id, such as GSAI-ML/LLaDA-8B-Instruct")
     pull.add_argument("--revision", metavar="REV", help="branch, tag or commit (default: the main branch)")

@@ -52,6 +52,8 @@ def split_conversation(
     except (TemplateError, TypeError) as error:
         roles = ", ".join(message["role"] for message in messages)
         raise RequestError(f"the model's chat template refuses a conversation of {roles}: {error}") from error
+    except (ArithmeticError, LookupError, ValueError, RecursionError, MemoryError) as error:
+        raise ModelFormatError(f"the model's chat template fails: {type(error).__name__}: {error}") from error
     pieces: list[str | Spoken] = []
     own, before, number, after = 0, 1, 2, 3
     parts = _MARKS.split(rendered)

@@ -20,6 +20,8 @@ T = TypeVar("T")
 _USES_AT_ONCE = 1024
 _USES_S = 60.0  # a reader's uses are on disk after so many seconds, or are lost if it is killed before
 _MAX_PASSES = 100  # of making room while others take it
+_MOST_LAG = 16  # transactions: what was freed since a snapshot that is read now cannot be used again
+_SNAPSHOT_S, _POLL_S = 5.0, 0.02  # how long a write near the cap waits for old snapshots to end
 
 
 class Transactions(Protocol):
@@ -65,7 +67,9 @@ class CappedWrites:
         Raises:
             StoreFullError: there is no room, and no more may be evicted; nothing was changed.
         """
-        for _ in range(_MAX_PASSES):
+        deadline = time.monotonic() + _SNAPSHOT_S
+        n_passes = 0
+        while n_passes < _MAX_PASSES:
             uses = self._uses()
 
             def checked(tables: Tables, uses: dict[ChunkId, int] = uses) -> T:
@@ -77,7 +81,16 @@ class CappedWrites:
             try:
                 result = self._transactions.write(checked, needed=needed)
             except _NoRoomError as full:
+                n_passes += 1
                 self._make_room(full, needed)
+            except _OldSnapshotError as old:
+                if time.monotonic() > deadline:
+                    raise StoreFullError(
+                        f"{self._path} has reached its cap, and its free pages cannot be used: somebody has been "
+                        f"reading a snapshot {old.lag} transactions old for {_SNAPSHOT_S:.0f} s (`verify`, a stopped "
+                        f"reader); {needed} more bytes needed, and nothing of it was kept. Try again later"
+                    ) from None
+                time.sleep(_POLL_S)
             else:
                 self._forget(uses)
                 return result
@@ -96,9 +109,13 @@ class CappedWrites:
         return due
 
     def write_uses(self) -> None:
-        """Write what is remembered; others who wait for it lose it if that fails."""
+        """Write what is remembered; it stays remembered if that fails."""
         if self._uses():
             self.write(lambda _tables: None)
+
+    def renew_lock(self) -> None:
+        """In a forked child: a thread of the parent may have held it."""
+        self._lock = threading.Lock()
 
     def cap(self, tables: Tables) -> int | None:
         """The cap that the store remembers; a damaged one is logged and holds no more."""
@@ -113,19 +130,29 @@ class CappedWrites:
         space, limit = tables.space(), room if cap is None else min(cap, room)
         if (too_many := eviction.bytes_too_many(space, needed, limit)) > 0:
             raise _NoRoomError(too_many, limit, space, may_evict=cap is not None)
+        is_near = space.used_bytes + space.free_bytes + needed > limit
+        if is_near and (lag := tables.snapshot_lag()) > _MOST_LAG:
+            raise _OldSnapshotError(lag)
 
     def _make_room(self, full: _NoRoomError, needed: int) -> None:
         ahead = full.too_many + eviction.bytes_ahead(full.limit)
-        possible = full.may_evict and eviction.could_ever_fit(needed, full.limit)
+        possible = full.may_evict and needed <= eviction.could_ever_hold(full.limit)
         done = self._transactions.write(lambda tables: eviction.evict(tables, ahead)) if possible else None
         if possible and done is None:
             done = self._transactions.write(lambda tables: eviction.evict(tables, full.too_many))
         if done is None:
-            rest = "what is left is pinned, unfinished or no KV" if full.may_evict else "it has no cap to evict under"
+            too_much = needed > eviction.could_ever_hold(full.limit)
+            used = f"{full.space.used_bytes} bytes used (and {full.space.free_bytes} free in the file)"
+            if full.may_evict:
+                limit = f"a cap of {full.limit}, of which a part is kept free"
+                rest = "what is left is pinned, unfinished or no KV). Delete or unpin documents, or raise the cap"
+                if too_much:
+                    rest = "that is more than fits at once). Raise the cap, or ask for less at once"
+            else:
+                limit = f"a map of {full.limit}, of which a part is kept free"
+                rest = "without a cap, nothing is evicted). Delete documents, or open it with a larger map_size"
             raise StoreFullError(
-                f"{self._path} is full: {full.space.used_bytes} bytes used (and {full.space.free_bytes} free in the "
-                f"file) of a cap of {full.limit}, of which a part is kept free; {needed} more needed, and nothing of "
-                f"it was kept ({rest}). Delete or unpin documents, or raise the cap"
+                f"{self._path} is full: {used} of {limit}; {needed} more needed, and nothing of it was kept ({rest}"
             )
         logger.info("%s: %d chunks evicted to make room for %d bytes", self._path, done.n_chunks, needed)
         # What a transaction frees can be used two transactions later.
@@ -152,3 +179,11 @@ class _NoRoomError(Exception):
         self.limit = limit
         self.space = space
         self.may_evict = may_evict
+
+
+class _OldSnapshotError(Exception):
+    """Pages that were freed cannot be used yet, and the file must not grow."""
+
+    def __init__(self, lag: int) -> None:
+        super().__init__(f"a snapshot is {lag} transactions old")
+        self.lag = lag

@@ -143,6 +143,30 @@ def discard(tables: Tables, chunk_ids: Iterable[ChunkId]) -> None:
             _drop(tables, chunk_id, row, kv_bytes=0)
 
 
+def drop_orphans(tables: Tables, chunk_ids: Iterable[ChunkId]) -> None:
+    """Delete those of the chunks that no document refers to."""
+    for chunk_id in dict.fromkeys(chunk_ids):
+        try:
+            row = chunk_row(tables, chunk_id)
+        except RecordDamagedError:
+            continue
+        if row is not None and not row.refcount:
+            delete(tables, chunk_id)
+
+
+def recount_references(tables: Tables, chunk_ids: Iterable[ChunkId]) -> None:
+    """Set references and pins of chunks by a scan of all references, after a document's row was lost."""
+    counted = count_references(tables)
+    for chunk_id in chunk_ids:
+        try:
+            row = chunk_row(tables, chunk_id)
+        except RecordDamagedError:
+            continue
+        if row is not None:
+            refcount, pins = counted.get(chunk_id, (0, 0))
+            write_row(tables, chunk_id, row._replace(refcount=refcount, pins=pins))
+
+
 def evict(tables: Tables, chunk_id: ChunkId, row: ChunkRow) -> None:
     """As `discard`, but remember that the chunk was sound."""
     _drop(tables, chunk_id, row, kv_bytes=row.kv_bytes)
@@ -223,7 +247,7 @@ def write_row(tables: Tables, chunk_id: ChunkId, row: ChunkRow | None) -> None:
     else:
         tables.put("metas", chunk_id, pack_chunk(chunk_id, row))
     if was_damaged:  # what the old row had added, and where it stood, is unknown
-        for key in [key for key, _ in tables.scan("lru") if key.endswith(chunk_id) and key != after]:
+        for key in [key for key in tables.keys("lru") if key.endswith(chunk_id) and key != after]:
             tables.delete("lru", key)
         write_recount(tables)
     else:
@@ -288,7 +312,7 @@ def _is_pinned(key: bytes, value: Buffer) -> bool:
 
 
 def _drop_kv(tables: Tables, chunk_id: ChunkId) -> None:
-    for key in [key for key, _ in tables.scan("kv", chunk_id)]:
+    for key in list(tables.keys("kv", chunk_id)):
         tables.delete("kv", key)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Callable
-from typing import Any
 
 import lmdb
 
@@ -14,7 +14,7 @@ from pdllm_store.counts import write_recount
 from pdllm_store.environment import Environment, open_databases, open_lmdb
 from pdllm_store.errors import RecordDamagedError, StoreError, StoreFullError
 from pdllm_store.location import COMPACT_FOLDER, DATA_FILE, DERIVED_FOLDER
-from pdllm_store.tables import TABLES, Table, Tables
+from pdllm_store.tables import Tables
 from pdllm_store.types import ID_BYTES
 
 _ROOM = 64 << 20  # bytes that dropping orphans may take before it frees any
@@ -43,7 +43,8 @@ def compact(environment: Environment, change: Callable[[Tables], None] | None = 
             if change is not None:
                 _wipe_folder(os.path.join(path, DERIVED_FOLDER))
         except lmdb.Error as error:
-            raise StoreError(f"{path} could not be compacted: {error}; it stays as it was") from error
+            purged = " What was to be purged is deleted, and its bytes are still in the file." if change else ""
+            raise StoreError(f"{path} could not be compacted: {error}.{purged} Compact it again") from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return before - environment.file_bytes()
@@ -51,11 +52,11 @@ def compact(environment: Environment, change: Callable[[Tables], None] | None = 
 
 def drop_unreferred(tables: Tables) -> None:
     """Count references and documents anew; delete chunks without references, and what has lost its owner."""
-    for key in [key for key, _ in tables.scan("refs") if tables.get("documents", key[: 2 * ID_BYTES]) is None]:
+    for key in [key for key in tables.keys("refs") if tables.get("documents", key[: 2 * ID_BYTES]) is None]:
         tables.delete("refs", key)
     references = chunks.count_references(tables)
     held = list(chunks.page_of_rows(tables, b"", -1))
-    for key in [key for key, _ in tables.scan("lru")]:
+    for key in list(tables.keys("lru")):
         tables.delete("lru", key)
     for chunk_id, row in held:
         refcount, pins = references.get(chunk_id, (0, 0))
@@ -68,7 +69,7 @@ def drop_unreferred(tables: Tables) -> None:
             if entry := chunks.lru_entry(chunk_id, mended):
                 tables.put("lru", entry, b"")
     known = {chunk_id for chunk_id, _ in held}
-    for key in [key for key, _ in tables.scan("kv") if key[:ID_BYTES] not in known]:
+    for key in [key for key in tables.keys("kv") if key[:ID_BYTES] not in known]:
         tables.delete("kv", key)
     write_recount(tables)
 
@@ -83,20 +84,16 @@ def _copy(environment: Environment, folder: str, change: Callable[[Tables], None
             if change is not None:
                 change(tables)
             drop_unreferred(tables)
-        needed = _live_bytes(env, databases)
-        if (free := shutil.disk_usage(path).free) < needed:
-            raise StoreFullError(f"compacting {path} needs {needed} bytes for a second copy, the disk has {free} free")
+            needed = tables.space().used_bytes
+            if (free := shutil.disk_usage(path).free) < needed:  # raised here, it undoes the changes as well
+                raise StoreFullError(
+                    f"compacting {path} needs {needed} bytes for a second copy, the disk has {free} free; nothing was "
+                    "changed"
+                )
         os.mkdir(folder, mode=0o700)
         env.copy(folder, compact=True)
     finally:
         env.close()
-
-
-def _live_bytes(env: Any, databases: dict[Table, Any]) -> int:
-    with env.begin() as transaction:
-        statistics = [transaction.stat(databases[table]) for table in TABLES]
-    n_pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in statistics)
-    return int((n_pages + 16) * statistics[0]["psize"])
 
 
 def _replace(new: str, old: str, *, wipe: bool) -> None:
@@ -113,11 +110,18 @@ def _replace(new: str, old: str, *, wipe: bool) -> None:
 
 
 def _wipe_folder(folder: str) -> None:
+    if os.path.islink(folder):
+        raise StoreError(f"{folder} is a link, so what it leads to is not the store's; remove it")
     for parent, _, names in os.walk(folder):
         for name in names:
-            descriptor = os.open(os.path.join(parent, name), os.O_WRONLY)
             try:
-                _overwrite(descriptor)
+                descriptor = os.open(os.path.join(parent, name), os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except OSError:  # gone by now, a link or a pipe: nothing of ours
+                continue
+            try:
+                status = os.fstat(descriptor)
+                if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+                    _overwrite(descriptor)
             finally:
                 os.close(descriptor)
     shutil.rmtree(folder, ignore_errors=True)

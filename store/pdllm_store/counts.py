@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import struct
-import time
 from collections import defaultdict
 from typing import NamedTuple
+
+import xxhash
 
 from pdllm_store.errors import RecordDamagedError
 from pdllm_store.rows import ChunkRow, seal, unpack_chunk, unseal
@@ -37,7 +38,9 @@ def state_or_new(tables: Tables) -> State:
     try:
         return read_state(tables)
     except RecordDamagedError:
-        return State(generation=time.time_ns())
+        value = tables.get("manifest", _STATE_KEY) or b""
+        # Above every number that was counted up to, and the same until the row is written again.
+        return State(generation=(1 << 62) + (xxhash.xxh3_64_intdigest(bytes(value)) >> 3))
 
 
 def count_generation(tables: Tables) -> None:
@@ -81,7 +84,7 @@ def recount(tables: Tables) -> dict[bytes, ModelStats]:
         except RecordDamagedError:
             continue
         found[row.fingerprint] = _sum(found[row.fingerprint], _of_row(row))
-    for key, _ in tables.scan("documents"):
+    for key in tables.keys("documents"):
         found[key[:ID_BYTES]] = _sum(found[key[:ID_BYTES]], ModelStats(documents=1))
     return {key: counts for key, counts in found.items() if any(counts)}
 
@@ -89,7 +92,7 @@ def recount(tables: Tables) -> dict[bytes, ModelStats]:
 def write_recount(tables: Tables) -> None:
     """Replace all totals by counting anew."""
     _write_state(tables, state_or_new(tables))
-    for key in [key for key, _ in tables.scan("counts")]:
+    for key in list(tables.keys("counts")):
         tables.delete("counts", key)
     for key, counts in recount(tables).items():
         tables.put("counts", key, seal(key, _COUNTS.pack(*counts)))

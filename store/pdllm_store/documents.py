@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 
@@ -31,6 +32,8 @@ from pdllm_store.rows import (
 from pdllm_store.tables import Tables
 from pdllm_store.types import ID_BYTES, ChunkId, ChunkRef, Document, DocumentInfo, ModelFingerprint
 
+logger = logging.getLogger(__name__)
+
 
 def check_document(document: Document) -> None:
     """Raises ValueError if ids, ordinals or offsets of a document contradict each other."""
@@ -48,7 +51,7 @@ def check_document(document: Document) -> None:
             raise ValueError(
                 f"{name}: chunk {index} spans {ref.char_start}:{ref.char_end} of {len(document.text)} code points"
             )
-        if ref.page is not None and ref.page < 1:
+        if ref.page is not None and not 1 <= ref.page < 1 << 32:
             raise ValueError(f"{name}: chunk {index} is on page {ref.page}, pages count from 1")
 
 
@@ -87,6 +90,9 @@ def add(tables: Tables, fingerprint: ModelFingerprint, document: Document) -> bo
         pins = int(pinned) * ((chunk_id in new_refs) - (chunk_id in old_refs))
         if change or pins:
             chunks.refer(tables, chunk_id, change, pins=pins)
+    if isinstance(old, RecordDamagedError):
+        logger.warning("document %r had a damaged row; if it was pinned, pin it again", document.doc_id)
+        chunks.recount_references(tables, new_refs | old_refs)
     register(tables, fingerprint)
     count_documents(tables, fingerprint.digest, int(old is None))
     count_generation(tables)
@@ -100,7 +106,7 @@ def delete(tables: Tables, fingerprint: ModelFingerprint, doc_id: str) -> bool:
 
 def delete_all(tables: Tables) -> int:
     """Delete every document of every model, damaged or not; returns how many."""
-    return sum(_delete(tables, key) for key in [key for key, _ in tables.scan("documents")])
+    return sum(_delete(tables, key) for key in list(tables.keys("documents")))
 
 
 def _delete(tables: Tables, key: bytes) -> bool:
@@ -110,8 +116,11 @@ def _delete(tables: Tables, key: bytes) -> bool:
     tables.delete("documents", key)
     tables.delete("texts", key)
     pins = int(isinstance(old, DocumentRow) and old.pinned)
-    for chunk_id, n_refs in _drop_refs(tables, key).items():
+    old_refs = _drop_refs(tables, key)
+    for chunk_id, n_refs in old_refs.items():
         chunks.refer(tables, chunk_id, -n_refs, pins=-pins)
+    if isinstance(old, RecordDamagedError):
+        chunks.recount_references(tables, old_refs)
     count_documents(tables, key[:ID_BYTES], -1)
     count_generation(tables)
     return True

@@ -349,7 +349,7 @@ def _lock_shared(path: str, *, read_only: bool) -> int | None:
     try:
         descriptor = os.open(name, os.O_CLOEXEC | (os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT), 0o600)
     except OSError as error:
-        if read_only:
+        if read_only and error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS):
             return None
         raise StoreError(f"cannot open the store {path}: {error}") from error
     deadline = time.monotonic() + _LOCK_TIMEOUT_S

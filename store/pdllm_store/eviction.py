@@ -53,8 +53,10 @@ def write_max_bytes(tables: Tables, max_bytes: int | None) -> None:
 
 def check_max_bytes(max_bytes: int | None) -> None:
     """Raises ValueError."""
-    if max_bytes is not None and max_bytes < MIN_CAP:
-        raise ValueError(f"max_bytes is {max_bytes}, expected at least {MIN_CAP} bytes or None for no cap")
+    if max_bytes is None:
+        return
+    if not isinstance(max_bytes, int) or not MIN_CAP <= max_bytes < 1 << 63:
+        raise ValueError(f"max_bytes is {max_bytes!r}, expected whole bytes, at least {MIN_CAP}, or None for no cap")
 
 
 def bytes_too_many(space: Space, needed: int, cap: int) -> int:
@@ -64,8 +66,9 @@ def bytes_too_many(space: Space, needed: int, cap: int) -> int:
     return space.used_bytes + needed - int(fill * cap)
 
 
-def could_ever_fit(needed: int, cap: int) -> bool:
-    return needed <= int(_FILL * cap)
+def could_ever_hold(cap: int) -> int:
+    """Bytes that one write may take at most."""
+    return int(_FILL * cap)
 
 
 def written_bytes(sizes: Iterable[int]) -> int:
@@ -119,7 +122,7 @@ def bytes_ahead(cap: int) -> int:
 def _oldest_first(tables: Tables, used_before_ms: int | None) -> Iterator[tuple[bytes, ChunkId, ChunkRow | None]]:
     """Entries of the order of use with the chunks that may go, None where an entry is none of its chunk."""
     finished_before = now_ms() - UNFINISHED_MS
-    for key, _ in tables.scan("lru"):
+    for key in tables.keys("lru"):
         used_ms, chunk_id = parse_lru_key(key)
         if used_before_ms is not None and used_ms >= used_before_ms:
             return

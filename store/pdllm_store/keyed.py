@@ -56,8 +56,14 @@ class KeyedTables:
         for key, value in self._tables.scan(table, prefix, after=after):
             yield key, self._checked(table, key, value)
 
+    def keys(self, table: Table, prefix: bytes = b"") -> Iterator[bytes]:
+        return self._tables.keys(table, prefix)
+
     def space(self) -> Space:
         return self._tables.space()
+
+    def snapshot_lag(self) -> int:
+        return self._tables.snapshot_lag()
 
     def _checked(self, table: Table, key: bytes, value: Buffer) -> Buffer:
         payload = memoryview(value)[:-_MAC_BYTES]

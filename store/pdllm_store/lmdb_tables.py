@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,8 @@ from pdllm_store.codec import Buffer
 from pdllm_store.tables import Space, Table
 
 _OTHER_PAGES = 4  # two meta pages, the tree of the tables, and the list of free pages or the start of it
+
+_READER = re.compile(r"\s*\d+\s+\w+\s+\d+\s*")  # pid, thread, transaction; a free slot has a dash there
 
 
 class LMDBTables:
@@ -45,9 +48,24 @@ class LMDBTables:
                     return
                 yield key, value
 
+    def keys(self, table: Table, prefix: bytes = b"") -> Iterator[bytes]:
+        with self._transaction.cursor(db=self._databases[table]) as cursor:
+            if not (cursor.set_range(prefix) if prefix else cursor.first()):
+                return
+            for view in cursor.iternext(keys=True, values=False):
+                key = bytes(view)
+                if not key.startswith(prefix):
+                    return
+                yield key
+
     def space(self) -> Space:
         statistics = [self._transaction.stat(database) for database in self._databases.values()]
         page_bytes = statistics[0]["psize"]
         n_used = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in statistics) + _OTHER_PAGES
         n_pages = self._env.info()["last_pgno"] + 1
         return Space(n_used * page_bytes, max(0, n_pages - n_used) * page_bytes)
+
+    def snapshot_lag(self) -> int:
+        latest = int(self._env.info()["last_txnid"])
+        held = [int(line.split()[2]) for line in self._env.readers().splitlines() if _READER.fullmatch(line)]
+        return max([0, *(latest - transaction for transaction in held)])

@@ -10,12 +10,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,13 +26,12 @@ from pdllm_store.errors import ChunkNotFoundError, RecordDamagedError
 from pdllm_store.rows import kv_key
 from pdllm_store.tables import Tables
 from pdllm_store.types import ChunkId, ChunkKV
+from pdllm_store.workers import Workers
 
-T = TypeVar("T")
 Failure = ChunkNotFoundError | RecordDamagedError
 Read = Callable[[], AbstractContextManager[Tables]]
 
 _BYTES_PER_THREAD = 2 << 20  # below that, a second thread costs more than it saves
-_MAX_THREADS = 8
 _PAGE_BYTES = 4096
 
 
@@ -65,50 +62,6 @@ class _Task(NamedTuple):
     out: ChunkKV
     raw: tuple[NDArray[Any], NDArray[Any]] | None  # the same memory, where blocks go into it as they are
     first_layer: int  # that out[0] stands for
-
-
-class Workers:
-    """Threads that are made when they are first needed, anew in a forked child, and end with the store."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-        self._pid = 0
-        self.n_threads = min(_MAX_THREADS, os.cpu_count() or 1)
-
-    def map(self, body: Callable[[T], None], parts: Sequence[T]) -> None:
-        """Run `body` on each part, one of them on the calling thread; raises what one of them raised."""
-        waiting = [self._executor().submit(body, part) for part in parts[1:]]
-        try:
-            body(parts[0])
-        finally:
-            for future in waiting:
-                future.exception()  # every part has ended before anything of this call does
-        for future in waiting:
-            future.result()
-
-    def later(self, body: Callable[[], None]) -> None:
-        """Run `body` beside whatever comes next."""
-        self._executor().submit(body)
-
-    def close(self) -> None:
-        """Wait for what runs, and end the threads."""
-        pool, self._pool = self._pool, None
-        if pool is not None and self._pid == os.getpid():
-            pool.shutdown()
-
-    def renew(self) -> None:
-        """In a forked child: the parent's threads do not exist here, and may have held the lock."""
-        self._lock = threading.Lock()
-        self._pool = None
-
-    def _executor(self) -> ThreadPoolExecutor:
-        if self._pid != os.getpid():
-            self.renew()
-        with self._lock:
-            if self._pool is None:
-                self._pool, self._pid = ThreadPoolExecutor(self.n_threads, "pdllm-store"), os.getpid()
-            return self._pool
 
 
 def plan(tables: Tables, chunk_id: ChunkId) -> Plan:
@@ -210,9 +163,11 @@ def load(
     return {chunk_id: found for chunk_id, found in kv.items() if chunk_id not in failures}, failures
 
 
-def touch_pages(read: Read, chunk_ids: Sequence[ChunkId]) -> None:
+def touch_pages(read: Read, chunk_ids: Sequence[ChunkId], stopping: threading.Event) -> None:
     """Bring the records of chunks into the page cache; those that are absent or damaged are passed over."""
     for chunk_id in chunk_ids:
+        if stopping.is_set():
+            return
         with read() as tables:  # a long transaction would keep the pages that others free
             for _, data in tables.scan("kv", chunk_id):
                 np.frombuffer(data, np.uint8)[::_PAGE_BYTES].sum()

@@ -92,3 +92,9 @@ class _MemoryTables:
     def space(self) -> Space:
         used = sum(len(key) + len(value) for table in self._tables.values() for key, value in table.items())
         return Space(used, 0)
+
+    def keys(self, table: Table, prefix: bytes = b"") -> Iterator[bytes]:
+        return iter(sorted(key for key in self._tables[table] if key.startswith(prefix)))
+
+    def snapshot_lag(self) -> int:
+        return 0

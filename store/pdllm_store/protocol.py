@@ -142,6 +142,10 @@ class ChunkStore(Protocol):
         """Drop the KV of chunks, but keep the metas that documents refer to: they count as missing from now on."""
         ...
 
+    def drop_orphans(self, chunk_ids: Iterable[ChunkId]) -> None:
+        """Delete those of the chunks that no document refers to, after a prefill that was given up."""
+        ...
+
     def meta(self, chunk_id: ChunkId) -> ChunkMeta:
         """Raises ChunkNotFoundError if the chunk was never put."""
         ...

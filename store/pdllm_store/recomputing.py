@@ -26,6 +26,7 @@ Load = Callable[[ChunkId], ChunkKV]
 # The same weights in another batch, dtype or thread count round otherwise; another chunk's KV is off by about 1.4.
 TOLERANCE: dict[KVDtype, float] = {"float32": 0.05, "bfloat16": 0.05, "int8": 0.1}
 _COMPARED_AT_ONCE = 32
+_PAGE_ROWS = 512  # of one read transaction
 
 
 class Comparison(NamedTuple):
@@ -39,7 +40,7 @@ class Recomputing:
     """One function for each model."""
 
     def __init__(self, kv_dtype: KVDtype) -> None:
-        self.lock = threading.Lock()  # whoever holds it computes; the others wait for the result
+        self.lock = threading.RLock()  # whoever holds it computes; the others wait for the result
         self._kv_dtype: KVDtype = kv_dtype
         self._known: dict[bytes, tuple[ModelFingerprint, Recompute]] = {}
 
@@ -70,7 +71,8 @@ class Recomputing:
                 level = logging.INFO if isinstance(error, StoreReadOnlyError) else logging.WARNING
                 logger.log(level, "%d damaged chunks stay in the store: %s", len(damaged), error)
         found: dict[ChunkId, ChunkKV] = {}
-        for fingerprint, batch in self._batches(metas):
+        for fingerprint, given in self._batches(metas):
+            batch = list(given)
             try:
                 put(fingerprint, batch)
             except StoreError as error:
@@ -82,19 +84,21 @@ class Recomputing:
                 raise failures[chunk_id]
         return found
 
-    def compare(self, chunk_ids: Sequence[ChunkId], *, share: float, seed: int, read: Read, load: Load) -> Comparison:
-        """Compute a sample of sound chunks again and compare it with what is stored.
-
-        Raises:
-            ValueError: the share is none, or no model has a function.
-        """
+    def check_share(self, share: float) -> None:
+        """Raises ValueError if the share is none, or no model has a function to compute it with."""
         if not 0 <= share <= 1:
             raise ValueError(f"the share to compute again is {share}, expected 0 to 1")
+        if share and not self._known:
+            raise ValueError("no model can compute chunks again here; give the store one by recompute_with")
+
+    def compare(self, chunk_ids: Sequence[ChunkId], *, share: float, seed: int, read: Read, load: Load) -> Comparison:
+        """Compute a sample of sound chunks again and compare it with what is stored."""
         if not share:
             return Comparison(0, [])
-        if not self._known:
-            raise ValueError("no model can compute chunks again here; give the store one by recompute_with")
-        known = sorted(self._metas(chunk_ids, read))
+        known: list[ChunkId] = []
+        for start in range(0, len(chunk_ids), _PAGE_ROWS):
+            known += self._metas(chunk_ids[start : start + _PAGE_ROWS], read)
+        known.sort()
         sample = random.Random(seed).sample(known, math.ceil(share * len(known)))
         differing = []
         n_compared = 0
@@ -107,7 +111,7 @@ class Recomputing:
                     except (ChunkNotFoundError, RecordDamagedError):
                         continue  # it was deleted, evicted or damaged since it was found sound
                     n_compared += 1
-                    if self._difference(stored, kv) > TOLERANCE[self._kv_dtype]:
+                    if not self._difference(stored, kv) <= TOLERANCE[self._kv_dtype]:  # NaN is no agreement
                         differing.append(meta.chunk_id)
         return Comparison(n_compared, differing)
 
@@ -137,14 +141,16 @@ class Recomputing:
         """What the store would hand out, so that the first answer after an eviction is that of the next one."""
         if self._kv_dtype == "int8":
             return ChunkKV(*(decode(encode(tensor, "int8"), "int8", tensor.shape) for tensor in kv))
-        return ChunkKV(*(tensor.detach().to("cpu", TORCH_DTYPES[self._kv_dtype]) for tensor in kv))
+        dtype = TORCH_DTYPES[self._kv_dtype]
+        # Copies: a chunk that is a part of its batch's tensor would keep all of it in memory.
+        return ChunkKV(*(t.detach().to("cpu", dtype).clone(memory_format=torch.contiguous_format) for t in kv))
 
     @staticmethod
     def _difference(stored: ChunkKV, computed: ChunkKV) -> float:
         """The largest relative L2 distance of a layer's keys or values."""
-        largest = 0.0
+        largest = torch.zeros(())
         for a, b in zip(stored, computed, strict=True):
             held, again = a.to(torch.float32).flatten(1), b.to("cpu", torch.float32).flatten(1)
             distance = (held - again).norm(dim=1) / again.norm(dim=1).clamp_min(1e-30)
-            largest = max(largest, float(distance.max()))
-        return largest
+            largest = torch.maximum(largest, distance.max())  # keeps a NaN
+        return float(largest)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pdllm_store import chunks, documents, eviction, loading
 from pdllm_store.capped import CappedWrites, Transactions
-from pdllm_store.counts import read_counts, recount, state_or_new
 from pdllm_store.errors import RecordDamagedError, StoreClosedError, StoreError
 from pdllm_store.fingerprints import check_dtype, fingerprints, register
 from pdllm_store.recomputing import Comparison, Recomputing
 from pdllm_store.rows import pack_document
+from pdllm_store.statistics import read_state_or_new, read_stats
 from pdllm_store.tables import Tables
 from pdllm_store.types import (
     ID_BYTES,
@@ -28,15 +30,16 @@ from pdllm_store.types import (
     Fetched,
     KVDtype,
     ModelFingerprint,
-    ModelStats,
     Recompute,
     StoreStats,
 )
 from pdllm_store.verification import Progress, VerifyReport, verify
+from pdllm_store.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound="TableStore")
+_handles: weakref.WeakSet[TableStore] = weakref.WeakSet()
 _PAGE_ROWS = 512  # rows of one short read transaction
 
 
@@ -50,8 +53,10 @@ class TableStore:
         self._verify_reads = verify_reads
         self._counters: Counter[str] = Counter()
         self._counters_lock = threading.Lock()
-        self._workers = loading.Workers()
+        self._workers = Workers()
         self._recomputing = Recomputing(kv_dtype)
+        self._uses_are_queued = False
+        _handles.add(self)
         self._capped = CappedWrites(transactions, path=path)
 
     def __enter__(self: S) -> S:
@@ -85,7 +90,7 @@ class TableStore:
     @property
     def generation(self) -> int:
         with self._transactions.read() as tables:
-            return state_or_new(tables).generation
+            return read_state_or_new(tables, self._on_damage).generation
 
     @property
     def max_bytes(self) -> int | None:
@@ -100,8 +105,7 @@ class TableStore:
             ValueError: the cap is below 1 MiB.
         """
         eviction.check_max_bytes(max_bytes)
-        if max_bytes != self.max_bytes:
-            self._writes.write(lambda tables: eviction.write_max_bytes(tables, max_bytes))
+        self._writes.write(lambda tables: eviction.write_max_bytes(tables, max_bytes))
 
     def register(self, fingerprint: ModelFingerprint) -> None:
         check_dtype(fingerprint, self._kv_dtype)
@@ -171,14 +175,22 @@ class TableStore:
     def prefetch(self, chunk_ids: Sequence[ChunkId]) -> None:
         self._check_open()
         wanted = list(dict.fromkeys(chunk_ids))
-        self._workers.later(lambda: loading.touch_pages(self._transactions.read, wanted))
+        read, stopping = self._transactions.read, self._workers.stopping
+        self._workers.later(lambda: loading.touch_pages(read, wanted, stopping))
 
     def touch(self, chunk_ids: Iterable[ChunkId]) -> None:
+        chunk_ids = list(chunk_ids)
+        check_chunk_ids(chunk_ids)
         self._note_use(chunk_ids)
 
     def discard(self, chunk_ids: Iterable[ChunkId]) -> None:
         chunk_ids = list(chunk_ids)
+        check_chunk_ids(chunk_ids)
         self._writes.write(lambda tables: chunks.discard(tables, chunk_ids))
+
+    def drop_orphans(self, chunk_ids: Iterable[ChunkId]) -> None:
+        chunk_ids = list(chunk_ids)
+        self._writes.write(lambda tables: chunks.drop_orphans(tables, chunk_ids))
 
     def evict(self, *, n_bytes: int | None = None, unused_for_s: float = 0.0) -> int:
         """Drop the KV of chunks that were not used for the longest time, but for pinned documents.
@@ -189,6 +201,8 @@ class TableStore:
 
         Returns the number of chunks; they are computed again when they are needed.
         """
+        if not 0 <= unused_for_s < 1e10:
+            raise ValueError(f"unused_for_s is {unused_for_s}, expected seconds, 0 or more")
         before_ms = eviction.now_ms() - int(unused_for_s * 1000) if unused_for_s else None
 
         def body(tables: Tables) -> int:
@@ -262,31 +276,14 @@ class TableStore:
     def stats(self) -> StoreStats:
         transactions = self._transactions
         with transactions.read() as tables:
-            state, space, cap = state_or_new(tables), tables.space(), self._writes.cap(tables)
-            try:
-                by_model = read_counts(tables)
-            except RecordDamagedError as error:
-                self._on_damage(error)
-                by_model = recount(tables)
-            known = {fingerprint.digest for fingerprint in fingerprints(tables, self._on_damage)}
-        total = ModelStats(*(sum(column) for column in zip(ModelStats(), *by_model.values(), strict=True)))
+            read = read_stats(tables, self._on_damage)
+            max_bytes = self._capped.cap(tables)
         with self._counters_lock:
-            counters = dict(self._counters)
+            names = ("hits", "misses", "damaged", "recomputed")
+            counters: dict[str, Any] = {name: self._counters[name] for name in names}
+        file_bytes = transactions.file_bytes()
         return StoreStats(
-            path=self._path,
-            kv_dtype=self._kv_dtype,
-            **total._asdict(),
-            used_bytes=space.used_bytes,
-            free_bytes=space.free_bytes,
-            file_bytes=transactions.file_bytes(),
-            max_bytes=cap,
-            evictions=state.evictions,
-            generation=state.generation,
-            hits=counters.get("hits", 0),
-            misses=counters.get("misses", 0),
-            damaged=counters.get("damaged", 0),
-            recomputed=counters.get("recomputed", 0),
-            fingerprints={key.hex(): by_model.get(key, ModelStats()) for key in sorted(known | set(by_model))},
+            path=self._path, kv_dtype=self._kv_dtype, file_bytes=file_bytes, max_bytes=max_bytes, **read, **counters
         )
 
     def verify(self, progress: Progress | None = None, *, recompute_share: float = 0.0, seed: int = 0) -> VerifyReport:
@@ -301,12 +298,27 @@ class TableStore:
         Raises:
             ValueError: a share outside [0, 1], or one above 0 without any `recompute_with`.
         """
+        self._recomputing.check_share(recompute_share)
         read = self._transactions.read
 
+        def load(chunk_id: ChunkId) -> ChunkKV:  # neither counted nor a use
+            kv, failures = loading.load(read, self._workers, [chunk_id], {}, verify=True)
+            for error in failures.values():
+                raise error
+            return kv[chunk_id]
+
         def compare(sound: Sequence[ChunkId]) -> Comparison:
-            return self._recomputing.compare(sound, share=recompute_share, seed=seed, read=read, load=self.load)
+            return self._recomputing.compare(sound, share=recompute_share, seed=seed, read=read, load=load)
 
         return verify(read, self._workers, progress, compare)
+
+    def renew_locks(self) -> None:
+        """In a forked child: a lock that a thread of the parent held would never be released."""
+        self._counters_lock = threading.Lock()
+        self._capped.renew_lock()
+        self._recomputing.lock = threading.RLock()
+        self._workers.renew()
+        self._uses_are_queued = False
 
     def close(self) -> None:
         if self._transactions_or_none is None:
@@ -318,10 +330,12 @@ class TableStore:
             transactions.close()
 
     def _note_use(self, chunk_ids: Iterable[ChunkId]) -> None:
-        if self._writes.note_use(chunk_ids):
+        if self._writes.note_use(chunk_ids) and not self._uses_are_queued:
+            self._uses_are_queued = True
             self._workers.later(self._write_uses)  # a reader never waits for a writer, nor fails with it
 
     def _write_uses(self) -> None:
+        self._uses_are_queued = False
         try:
             self._writes.write_uses()
         except StoreError as error:
@@ -349,6 +363,7 @@ class TableStore:
         layers: range | None = None,
         counted: bool = True,
     ) -> tuple[dict[ChunkId, ChunkKV], dict[ChunkId, loading.Failure]]:
+        check_chunk_ids(chunk_ids)
         read = self._transactions.read
         kv, failures = loading.load(read, self._workers, chunk_ids, out, layers=layers, verify=self._verify_reads)
         if counted:
@@ -366,3 +381,18 @@ class TableStore:
     def _on_damage(self, error: RecordDamagedError) -> None:
         self._count(damaged=1)
         logger.warning("%s: %s", self._path, error)
+
+
+def check_chunk_ids(chunk_ids: Iterable[ChunkId]) -> None:
+    """Raises ValueError if one is no chunk id."""
+    for chunk_id in chunk_ids:
+        if not isinstance(chunk_id, bytes) or len(chunk_id) != ID_BYTES:
+            raise ValueError(f"a chunk id is {chunk_id!r}, expected {ID_BYTES} bytes")
+
+
+def _renew_locks() -> None:
+    for handle in list(_handles):
+        handle.renew_locks()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

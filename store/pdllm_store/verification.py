@@ -13,11 +13,12 @@ from pdllm_store import chunks, loading
 from pdllm_store.counts import read_counts, read_state, recount
 from pdllm_store.errors import RecordDamagedError, StoreClosedError, StoreError
 from pdllm_store.eviction import read_max_bytes
-from pdllm_store.loading import Read, Workers
+from pdllm_store.loading import Read
 from pdllm_store.recomputing import Comparison
 from pdllm_store.rows import unpack_document, unpack_fingerprint, unpack_ref, unpack_text
 from pdllm_store.tables import Tables
 from pdllm_store.types import ID_BYTES, ChunkId
+from pdllm_store.workers import Workers
 
 Progress = Callable[[int, int], None]  # chunks done, chunks in all
 _PAGE_CHUNKS = 32  # of one read transaction: a long one would keep the pages that others free
@@ -74,7 +75,7 @@ def _check_chunks(
     read: Read, workers: Workers, sound: list[ChunkId], damaged: list[ChunkId], progress: Progress | None
 ) -> int:
     with read() as tables:
-        ids = [key for key, _ in tables.scan("metas")]
+        ids = list(tables.keys("metas"))
     pages = deque(ids[start : start + _PAGE_CHUNKS] for start in range(0, len(ids), _PAGE_CHUNKS))
     n_done = 0
     telling = threading.Lock()
@@ -174,9 +175,9 @@ def _check_rows(
         if not row.n_groups and not row.is_evicted and counted[0]:
             missing.append(chunk_id)
     missing += sorted(references.keys() - held)
-    strays = {key[:ID_BYTES] for key, _ in tables.scan("kv")} - held
+    strays = {key[:ID_BYTES] for key in tables.keys("kv")} - held
     problems += [f"KV of {chunk_id.hex()} belongs to no chunk; run `compact`" for chunk_id in sorted(strays)]
-    wrong = in_order ^ {key for key, _ in tables.scan("lru")}
+    wrong = in_order ^ set(tables.keys("lru"))
     problems += [f"the order of use is wrong at {key.hex()}; run `compact`" for key in sorted(wrong)]
     return n_evicted
 

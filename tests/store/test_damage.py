@@ -246,3 +246,38 @@ def test_a_file_cut_short_gives_errors_and_no_crash(tmp_path: Path, keep: float)
     except StoreError:
         n_bad += 1
     assert n_bad > 0
+
+
+def test_a_damaged_state_row_is_counted_and_stands_still(store: TableStore) -> None:
+    add_chunks(store, FINGERPRINT, "a", [1])
+    before = store.generation
+    change(store, "manifest", b"state", flip_last)
+    found = store.generation
+    assert found == store.generation > before
+    assert store.stats().damaged >= 1
+    add_chunks(store, FINGERPRINT, "b", [2])
+    assert store.generation > found
+    assert store.verify().ok
+
+
+def test_a_damaged_cap_is_mended_by_any_cap_and_by_none(store: TableStore) -> None:
+    for max_bytes in (None, 1 << 20):
+        change(store, "manifest", b"limits", lambda value: value.append(1))
+        assert not store.verify().ok
+        store.set_max_bytes(max_bytes)
+        assert store.verify().ok
+        assert store.max_bytes == max_bytes
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_pinned_document_with_a_damaged_row_leaves_no_pins_behind(store: TableStore, again: bool) -> None:
+    metas = add_chunks(store, FINGERPRINT, "a", [1, 2])
+    add_chunks(store, FINGERPRINT, "b", [2, 3])
+    store.set_pinned(FINGERPRINT, "a", pinned=True)
+    change(store, "documents", document_key(FINGERPRINT.digest, "a"), flip_last)
+    if again:
+        store.add_document(FINGERPRINT, make_document("a", metas))
+    else:
+        store.delete_document(FINGERPRINT, "a")
+    assert store.verify().ok
+    assert store.evict() == (3 if again else 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -297,3 +298,68 @@ def test_a_damaged_cap_is_no_cap_and_is_logged(store: TableStore, caplog: pytest
     assert "has no cap until it is set again" in caplog.text
     store.set_max_bytes(CAP)
     assert store.max_bytes == CAP
+
+
+def test_the_file_does_not_grow_beyond_the_cap_while_an_old_snapshot_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdllm_store.capped._SNAPSHOT_S", 0.05)
+    cap = 8 * MIB
+    with LMDBStore.open(tmp_path, kv_dtype="float32", max_bytes=cap) as store:
+        put_document(store, "first", range(4))
+        reading, done = threading.Event(), threading.Event()
+
+        def read() -> None:
+            with store._transactions.read():
+                reading.set()
+                done.wait(60)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        reading.wait(10)
+        with pytest.raises(StoreFullError, match=r"snapshot \d+ transactions old"):  # noqa: PT012
+            for i in range(300):
+                put_document(store, f"d{i}", [1000 + i])
+        stats = store.stats()
+        assert stats.used_bytes + stats.free_bytes <= cap
+        done.set()
+        reader.join()
+        for i in range(300, 400):
+            put_document(store, f"d{i}", [1000 + i])
+        stats = store.stats()
+        assert stats.used_bytes + stats.free_bytes <= cap
+        assert store.verify().ok
+
+
+def test_a_writer_that_hangs_keeps_no_reader_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdllm_store.capped._USES_AT_ONCE", 2)
+    with LMDBStore.open(tmp_path, kv_dtype="float32") as store:
+        ids = put_document(store, "d", range(8), n_tokens=1024)  # enough for two threads
+        writing, done = threading.Event(), threading.Event()
+
+        def hang(_tables: object) -> None:
+            writing.set()
+            done.wait(60)
+
+        writer = threading.Thread(target=lambda: store._transactions.write(hang))
+        writer.start()
+        writing.wait(10)
+        try:
+            started = time.monotonic()
+            for _ in range(6):
+                store.fetch(ids)
+            assert time.monotonic() - started < 30  # not until the writer ends
+        finally:
+            done.set()
+            writer.join()
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1048576.5, 10**30, -1, "1MiB"])
+def test_a_cap_that_is_none_is_refused_and_not_kept(store: TableStore, wrong: object) -> None:
+    with pytest.raises(ValueError, match="max_bytes is"):
+        store.set_max_bytes(wrong)  # type: ignore[arg-type]
+    assert store.max_bytes == CAP
+    for call in (lambda: store.touch([b""]), lambda: store.fetch([b"short"]), lambda: store.evict(unused_for_s=-5)):
+        with pytest.raises(ValueError, match="expected"):
+            call()
+    put_document(store, "d", [1])

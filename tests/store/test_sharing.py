@@ -270,3 +270,37 @@ def test_a_document_is_visible_to_others_whole_or_not_at_all(tmp_path: Path) -> 
         watcher.join()
         assert failures == []
         assert {n_refs for n_refs, _ in seen} <= {0, 8}
+
+
+def test_a_child_forked_while_a_thread_computes_again_can_fetch(tmp_path: Path, run_child: Callable[..., str]) -> None:
+    code = """
+        import os, sys, threading, time
+        from pdllm_store import LMDBStore
+        from pdllm_store.testing import add_chunks, random_chunk, tiny_fingerprint
+        fingerprint = tiny_fingerprint()
+        items = {meta.chunk_id: (meta, kv) for meta, kv in (random_chunk(fingerprint, seed=s) for s in range(2))}
+        store = LMDBStore.open(sys.argv[1])
+        ids = [meta.chunk_id for meta in add_chunks(store, fingerprint, "d", range(2))]
+        store.evict()
+        computing = threading.Event()
+
+        def recompute(metas):
+            computing.set()
+            time.sleep(2 if threading.current_thread() is not threading.main_thread() else 0)
+            yield [items[meta.chunk_id] for meta in metas]
+
+        store.recompute_with(fingerprint, recompute)
+        thread = threading.Thread(target=lambda: store.fetch(ids[:1]))
+        thread.start()
+        computing.wait(10)
+        if not (child := os.fork()):
+            os._exit(0 if store.fetch(ids[1:]).kv else 1)
+        deadline = time.monotonic() + 20
+        while not (done := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        print(done[0] == child and done[1] == 0)
+        if not done[0]:
+            os.kill(child, 9)
+        thread.join()
+    """
+    assert run_child(code, str(tmp_path)).strip() == "True"

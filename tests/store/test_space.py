@@ -50,7 +50,7 @@ def test_a_full_store_names_the_figures_and_keeps_nothing_of_the_refused(tmp_pat
         put_document(store, "small", range(2))
         before = store.stats()
         items = [random_chunk(FINGERPRINT, seed=seed, n_tokens=16) for seed in range(100, 140)]
-        with pytest.raises(StoreFullError, match=rf"\d+ bytes used \(.*\) of a cap of {CAP}, .* \d{{7}} more needed"):
+        with pytest.raises(StoreFullError, match=rf"\d+ bytes used \(.*\) of a map of {CAP}, .* \d{{7}} more needed"):
             store.put(FINGERPRINT, items)
         assert store.stats() == before
         assert len(store.missing([meta.chunk_id for meta, _ in items])) == 40

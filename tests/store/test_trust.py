@@ -20,6 +20,7 @@ from pdllm_store import (
     LMDBStore,
     RecordDamagedError,
     StoreError,
+    StoreFullError,
     StoreMismatchError,
 )
 from pdllm_store.rows import document_key, kv_key
@@ -310,3 +311,48 @@ def test_everything_can_be_deleted_even_what_has_lost_its_name(tmp_path: Path) -
         store.purge(None)
         assert store.stats().documents == 0
         assert b"Quarzsandtrichter" not in (tmp_path / "data.mdb").read_bytes()
+
+
+def test_a_purge_without_room_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LMDBStore.open(tmp_path) as store:
+        add_chunks(store, FINGERPRINT, "a", [1])
+        add_chunks(store, FINGERPRINT, "b", [2])
+        usage = type("Usage", (), {"free": 0})
+        with monkeypatch.context() as patched:
+            patched.setattr("pdllm_store.compaction.shutil.disk_usage", lambda _path: usage)
+            with pytest.raises(StoreFullError, match="nothing was changed"):
+                store.purge([(FINGERPRINT, "a")])
+        assert [info.doc_id for info in store.documents(FINGERPRINT)] == ["a", "b"]
+        store.purge([(FINGERPRINT, "a")])
+        assert [info.doc_id for info in store.documents(FINGERPRINT)] == ["b"]
+
+
+def test_a_purge_touches_nothing_that_is_not_the_stores(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.txt"
+    mine.write_text("not the store's")
+    with LMDBStore.open(tmp_path / "s") as store:
+        add_chunks(store, FINGERPRINT, "a", [1])
+        assert store.derived_dir is not None
+        folder = Path(store.derived_dir)
+        (folder / "link").symlink_to(mine)
+        os.link(mine, folder / "second-name")
+        os.mkfifo(folder / "pipe")
+        store.purge([(FINGERPRINT, "a")])
+        assert mine.read_text() == "not the store's"
+        assert not folder.exists() or not list(folder.iterdir())
+        folder.rmdir() if folder.exists() else None
+        folder.symlink_to(tmp_path)
+        with pytest.raises(StoreError, match="is a link"):
+            store.purge([])
+        assert mine.read_text() == "not the store's"
+
+
+def test_kv_of_nan_is_not_what_the_model_computes(tmp_path: Path) -> None:
+    meta, kv = random_chunk(FINGERPRINT, seed=1)
+    with LMDBStore.open(tmp_path) as store:
+        store.put(FINGERPRINT, [(meta, ChunkKV(torch.full_like(kv.k, torch.nan), kv.v))])
+        store.add_document(FINGERPRINT, make_document("d", [meta]))
+        store.recompute_with(FINGERPRINT, lambda _metas: iter([[(meta, kv)]]))
+        before = store.stats().hits
+        assert store.verify(recompute_share=1.0).differing == [meta.chunk_id]
+        assert store.stats().hits == before
