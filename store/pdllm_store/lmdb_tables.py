@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import lmdb
+
 from pdllm_store.codec import Buffer
 from pdllm_store.tables import Space, Table
 
@@ -42,8 +44,10 @@ class LMDBTables:
         with self._transaction.cursor(db=self._databases[table]) as cursor:
             if not (cursor.set_range(start) if start else cursor.first()):
                 return
+            last = b""
             for view, value in cursor:
                 key = bytes(view)
+                last = _in_order(table, key, last or start, is_first=not last)
                 if not key.startswith(prefix):
                     return
                 yield key, value
@@ -52,8 +56,10 @@ class LMDBTables:
         with self._transaction.cursor(db=self._databases[table]) as cursor:
             if not (cursor.set_range(prefix) if prefix else cursor.first()):
                 return
+            last = b""
             for view in cursor.iternext(keys=True, values=False):
                 key = bytes(view)
+                last = _in_order(table, key, last or prefix, is_first=not last)
                 if not key.startswith(prefix):
                     return
                 yield key
@@ -69,3 +75,10 @@ class LMDBTables:
         latest = int(self._env.info()["last_txnid"])
         held = [int(line.split()[2]) for line in self._env.readers().splitlines() if _READER.fullmatch(line)]
         return max([0, *(latest - transaction for transaction in held)])
+
+
+def _in_order(table: Table, key: bytes, last: bytes, *, is_first: bool) -> bytes:
+    """The key. Raises lmdb.CorruptedError if it sorts wrongly: whoever reads page by page would never end."""
+    if key < last or (key == last and not is_first):
+        raise lmdb.CorruptedError(f"table {table}: key {key.hex()} is out of order")
+    return key

@@ -16,7 +16,7 @@ from pdllm_store.eviction import read_max_bytes
 from pdllm_store.loading import Read
 from pdllm_store.recomputing import Comparison
 from pdllm_store.rows import unpack_document, unpack_fingerprint, unpack_ref, unpack_text
-from pdllm_store.tables import Tables
+from pdllm_store.tables import TABLES, Tables
 from pdllm_store.types import ID_BYTES, ChunkId
 from pdllm_store.workers import Workers
 
@@ -63,6 +63,7 @@ def verify(
             n_documents = _check_documents(tables, problems)
             n_evicted = _check_rows(tables, refcounts, missing, problems)
             _check_totals(tables, problems)
+            _check_lookups(tables, problems)
         comparison = compare(sound)
     except StoreClosedError:
         raise
@@ -180,6 +181,18 @@ def _check_rows(
     wrong = in_order ^ set(tables.keys("lru"))
     problems += [f"the order of use is wrong at {key.hex()}; run `compact`" for key in sorted(wrong)]
     return n_evicted
+
+
+def _check_lookups(tables: Tables, problems: list[str]) -> None:
+    """A damaged tree can list what it does not find, and a row under another key is no row of ours."""
+    for table in TABLES:
+        if table == "kv":  # read by key above
+            continue
+        for key in tables.keys(table):
+            if tables.get(table, key) is None:
+                problems.append(f"table {table} lists {key.hex()} and does not find it; restore a copy")
+    known = {b"manifest", b"state", b"limits"}
+    problems += [f"the manifest holds an unknown row {key!r}" for key in tables.keys("manifest") if key not in known]
 
 
 def _check_totals(tables: Tables, problems: list[str]) -> None:
