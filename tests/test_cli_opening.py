@@ -113,7 +113,7 @@ def test_another_key_file_is_refused_and_says_how_to_make_one(
     path = write_key(tmp_path / "key", content)
     told = one_line(pdllm("store", "list", "--store", tmp_path / "kb", "--key-file", path))
     assert f"{path} holds {got}" in told
-    assert told.endswith("make one with: openssl rand -hex 32 > FILE\n")
+    assert told.endswith("make one with: (umask 077; openssl rand -hex 32 > FILE)\n")
     assert "No such file" in one_line(pdllm("store", "list", "--store", "s", "--key-file", tmp_path / "none"))
 
 
@@ -123,7 +123,7 @@ def test_a_key_that_others_can_read_is_warned_of(
 ) -> None:
     key_file.chmod(mode)
     assert read_key(str(key_file)) == KEY
-    expected = f"pdllm: warning: {key_file} holds a key and can be read by others: chmod 600 {key_file}\n"
+    expected = f"pdllm: warning: the key in {key_file} can be read by others: chmod 600 {key_file}\n"
     assert capsys.readouterr().err == (expected if warned else "")
 
 

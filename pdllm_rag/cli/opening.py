@@ -31,7 +31,7 @@ def add_store(
     parser.add_argument(
         "--key-file",
         metavar="FILE",
-        help="key that the store is made with: 32 bytes, or 64 hex digits (make one: openssl rand -hex 32 > FILE)",
+        help="key that the store is made with: 32 bytes, or 64 hex digits (make one: (umask 077; openssl rand -hex 32 > FILE))",
     )
     if not may_read_only:
         parser.set_defaults(read_only=None)
@@ -105,7 +105,7 @@ def read_key(path: str) -> bytes:
         status = os.fstat(file.fileno())
         content = file.read(_MOST_BYTES)
     if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        say("warning", f"{path} holds a key and can be read by others: chmod 600 {path}")
+        say("warning", f"the key in {path} can be read by others: chmod 600 {path}")
     if len(content) == KEY_BYTES:
         return content
     if found := re.fullmatch(rb"([0-9A-Fa-f]{64})\r?\n?", content):
@@ -115,7 +115,7 @@ def read_key(path: str) -> bytes:
         got += " that are not all hex digits"
     raise ValueError(
         f"the key file {path} holds {got}, expected 32 bytes or 64 hex digits; make one with: "
-        "openssl rand -hex 32 > FILE"
+        "(umask 077; openssl rand -hex 32 > FILE)"
     )
 
 

@@ -317,10 +317,10 @@ def _check_key(path: str, manifest: Manifest, key: bytes | None) -> None:
     """Raises StoreMismatchError unless the store was made with this key."""
     if manifest.key_id == (given := key_id(key)):
         return
-    made = f"the key {manifest.key_id}" if manifest.key_id else "no key"
+    made = f"a key that is called {manifest.key_id}" if manifest.key_id else "no key"
     raise StoreMismatchError(
-        f"{path} was made with {made}, and {f'the key {given}' if given else 'no key'} was given; open it as it was "
-        "made, or prefill into a new store"
+        f"{path} was made with {made}, and {f'one called {given}' if given else 'no key'} was given; give the same "
+        "(key, --key-file), or prefill into a new store"
     )
 
 
