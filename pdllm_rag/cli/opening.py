@@ -31,7 +31,7 @@ def add_store(
     parser.add_argument(
         "--key-file",
         metavar="FILE",
-        help="key that the store is made with: 32 bytes, or 64 hex digits (make one: (umask 077; openssl rand -hex 32 > FILE))",
+        help="key that the store is made with: 32 bytes, or 64 hex digits (umask 077; openssl rand -hex 32 > FILE)",
     )
     if not may_read_only:
         parser.set_defaults(read_only=None)

@@ -88,7 +88,9 @@ def _add_keeping(actions: Actions) -> None:
         metavar="TIME",
         help="only what was not used for so long: a number and s, m (minutes), h or d, such as 30d; 0s for all",
     )
-    eviction.add_argument("--bytes", type=size, metavar="SIZE", help=f"about so much ({SIZES}); at least one of both limits")
+    eviction.add_argument(
+        "--bytes", type=size, metavar="SIZE", help=f"about so much ({SIZES}); at least one of both limits"
+    )
 
 
 def _add_taking_out(actions: Actions) -> None:
