@@ -1,5 +1,6 @@
 # make demo   install into .venv, prefill the example handbook, ask a few questions
 # make test   install the test extras into .venv and run the whole suite
+# make test-floors   the suite on the lowest versions that are admitted
 # make check  lint, types and tests, and the size of the source
 
 PYTHON ?= python3
@@ -7,13 +8,19 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STORE ?= demo-kb
 
-.PHONY: demo test check lint types numbers clean
+.PHONY: demo test test-floors check lint types numbers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py --store $(STORE)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+# the lowest versions that pyproject.toml admits, in a venv of their own (torch comes as a CUDA build there)
+test-floors:
+	$(PYTHON) -m venv .venv-floors
+	.venv-floors/bin/pip install --quiet --disable-pip-version-check -c constraints-floors.txt -e '.[dev]'
+	.venv-floors/bin/python -m pytest
 
 check: lint types test
 	@$(BIN)/python tests/source_size.py
@@ -38,4 +45,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(STORE) dist build
+	rm -rf $(VENV) .venv-floors $(STORE) dist build
