@@ -195,7 +195,11 @@ def pack_text(key: bytes, text: str) -> bytes:
 
 
 def unpack_text(key: bytes, value: Buffer) -> str:
-    return unseal("text", key, value).decode("utf-8", "surrogatepass")
+    payload = unseal("text", key, value)
+    try:
+        return payload.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:  # a row of another table under the same key has the same seal
+        raise damaged("text", key, str(error)) from error
 
 
 def pack_map(key: bytes, fields: Mapping[str, Any]) -> bytes:

@@ -78,6 +78,11 @@ def test_a_forged_row_of_another_form_is_found(name: str, payload: bytes) -> Non
         unpack(key, r.seal(key, payload))
 
 
+def test_a_document_row_in_the_place_of_a_text_is_found() -> None:
+    with pytest.raises(RecordDamagedError):
+        r.unpack_text(DOCUMENT_KEY, r.pack_document(DOCUMENT_KEY, DOCUMENT, pinned=False))
+
+
 def test_references_sort_by_ordinal() -> None:
     keys = [r.ref_key(DOCUMENT_KEY, ordinal) for ordinal in (0, 1, 255, 256, 65536)]
     assert keys == sorted(keys)
