@@ -3,7 +3,7 @@
 - What goes is KV only. Documents, texts and token ids stay, so that a chunk can be computed again when it is needed.
 - Pinned documents keep their KV, and so do chunks that no document refers to yet for an hour: a prefill is at work.
 - LMDB needs runs of free pages for large values and never gives pages back, so the file would grow beyond the bytes in
-  use. Keeping a fifth of the cap free holds the file below it (docs/store-format.md); should it come close all the same,
+  use. Keeping a fifth of the cap free holds the file below it (docs/store-format.md); if it comes close all the same,
   half of the cap is kept free.
 """
 

@@ -198,7 +198,7 @@ def unpack_text(key: bytes, value: Buffer) -> str:
     payload = unseal("text", key, value)
     try:
         return payload.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:  # a row of another table under the same key has the same seal
+    except UnicodeDecodeError as error:  # a row of another table under this key has the same seal
         raise damaged("text", key, str(error)) from error
 
 
