@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from typing import Literal, TypeVar
 from urllib.parse import quote
 
+from pdllm_store.location import sync
+
 from pdllm_rag.lexical_tables import LexicalError, LexicalTables, OldLayoutError
 
 logger = logging.getLogger(__name__)
@@ -113,11 +115,7 @@ class LexicalFile:
                 tables.run("VACUUM INTO ?", (_uri(self._copy_path),))
             with _opened(self._copy_path, "rw") as tables:
                 tables.set_clean()
-            descriptor = os.open(self._copy_path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(self._copy_path)
             os.replace(self._copy_path, self.path)
         except OSError as error:
             raise LexicalError(f"it cannot be copied: {error}") from error

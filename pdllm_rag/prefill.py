@@ -160,8 +160,9 @@ class Prefiller:
         self._store.register(self._fingerprint)
         pending: dict[str, _Pending] = {}  # by doc_id
         wanted: dict[ChunkId, NDArray[np.int32]] = {}
-        n_tokens = 0
-        room = self._room_tokens()
+        n_tokens = n_bytes = 0
+        cap = self._store.max_bytes
+        room = math.inf if cap is None else ROOM * cap  # what waits to be written together must fit at once
         for document in documents:
             if isinstance(document, Failure):
                 report.failed.append(document)
@@ -170,7 +171,7 @@ class Prefiller:
             report.text_bytes += len(document.text.encode("utf-8", "surrogatepass"))
             if document.doc_id in pending:  # the last one wins
                 self._flush(pending, wanted, report, on_progress)
-                pending, wanted, n_tokens = {}, {}, 0
+                pending, wanted, n_tokens, n_bytes = {}, {}, 0, 0
                 held = {info.doc_id: info for info in self._store.documents(self._fingerprint)}
             info = held.get(document.doc_id)
             identity = text_id(document.text)
@@ -186,20 +187,26 @@ class Prefiller:
                 self._notify(on_progress, report, document.doc_id)
                 continue
             absent = [chunk_id for chunk_id in self._absent(list(entry.chunks)) if chunk_id not in wanted]
-            n_new = sum(self._tokens_taken(len(entry.chunks[chunk_id])) for chunk_id in absent)
+            lens = [len(entry.chunks[chunk_id]) for chunk_id in absent]
+            n_new = sum(map(self._bytes_taken, lens))
             if n_new > room:
-                report.failed.append(Failure(document.doc_id, self._too_large(n_new)))
+                reason = (
+                    f"its {sum(lens)} tokens take {n_new} bytes of KV, more than {ROOM:.0%} of the store's cap of "
+                    f"{cap}; raise the cap (`pdllm store limit`, max_bytes) or split the document"
+                )
+                report.failed.append(Failure(document.doc_id, reason))
                 self._notify(on_progress, report, document.doc_id)
                 continue
-            if n_tokens + n_new > room:
+            if n_bytes + n_new > room:
                 self._flush(pending, wanted, report, on_progress)
-                pending, wanted, n_tokens = {}, {}, 0
+                pending, wanted, n_tokens, n_bytes = {}, {}, 0, 0
             pending[document.doc_id] = entry
             wanted |= {chunk_id: entry.chunks[chunk_id] for chunk_id in absent}
-            n_tokens += n_new
+            n_tokens += sum(lens)
+            n_bytes += n_new
             if n_tokens >= FLUSH_TOKENS or len(pending) >= FLUSH_DOCUMENTS:
                 self._flush(pending, wanted, report, on_progress)
-                pending, wanted, n_tokens = {}, {}, 0
+                pending, wanted, n_tokens, n_bytes = {}, {}, 0, 0
         self._flush(pending, wanted, report, on_progress)
         report.seconds = time.perf_counter() - started
         return report
@@ -220,22 +227,10 @@ class Prefiller:
             return False
         return not self._absent(info.chunk_ids)
 
-    def _room_tokens(self) -> float:
-        """Tokens that may wait to be written together: their KV must fit below the store's cap at once."""
-        cap = self._store.max_bytes
-        return math.inf if cap is None else cap * ROOM // self._fingerprint.bytes_per_token
-
-    def _tokens_taken(self, n_tokens: int) -> int:
-        """Tokens whose KV takes as much as a record of so many, which fills whole pages."""
-        per_token = self._fingerprint.bytes_per_token
-        return -(-(-(-(n_tokens * per_token + RECORD_BYTES) // PAGE_BYTES) * PAGE_BYTES) // per_token)
-
-    def _too_large(self, n_tokens: int) -> str:
-        needed = n_tokens * self._fingerprint.bytes_per_token
-        return (
-            f"its {n_tokens} tokens take {needed} bytes of KV, more than {ROOM:.0%} of the store's cap of "
-            f"{self._store.max_bytes}; raise the cap (`pdllm store limit`, max_bytes) or split the document"
-        )
+    def _bytes_taken(self, n_tokens: int) -> int:
+        """What the KV of a chunk takes of a store's file: a record fills whole pages."""
+        n_bytes = n_tokens * self._fingerprint.bytes_per_token + RECORD_BYTES
+        return -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
 
     def _absent(self, chunk_ids: Sequence[ChunkId]) -> list[ChunkId]:
         """The chunks to compute. Evicted ones are not: computing them would evict others, and so on every night."""
@@ -300,17 +295,27 @@ class Prefiller:
     def _flush(
         self,
         pending: Mapping[str, _Pending],
-        wanted: dict[ChunkId, NDArray[np.int32]],
+        wanted: Mapping[ChunkId, NDArray[np.int32]],
+        report: PrefillReport,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        """Write what waits; if the store is full, nothing of it that no document refers to stays."""
+        try:
+            self._write(pending, wanted, report, on_progress)
+        except StoreFullError:
+            self._store.drop_orphans(wanted)
+            raise
+
+    def _write(
+        self,
+        pending: Mapping[str, _Pending],
+        wanted: Mapping[ChunkId, NDArray[np.int32]],
         report: PrefillReport,
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
         name = next(iter(pending), "")
         for batch in self._encoder.batches(list(wanted.values())):
-            try:
-                report.bytes_written += self._store.put(self._fingerprint, batch)
-            except StoreFullError:
-                self._store.drop_orphans(wanted)
-                raise
+            report.bytes_written += self._store.put(self._fingerprint, batch)
             report.chunks_computed += len(batch)
             report.tokens += sum(len(meta.token_ids) for meta, _ in batch)
             self._notify(on_progress, report, name)
@@ -320,9 +325,6 @@ class Prefiller:
             computed -= set(entry.chunks)
             try:
                 self._publish(entry)
-            except StoreFullError:
-                self._store.drop_orphans(wanted)
-                raise
             except (StoreError, ValueError) as error:
                 if isinstance(error, StoreError) and not _is_about_one_document(error):
                     raise

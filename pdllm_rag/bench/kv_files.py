@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pdllm_store import ChunkKV
+from pdllm_store.location import sync
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -38,7 +39,7 @@ def raw(tensor: torch.Tensor) -> NDArray[np.uint8]:
 def _write_torch(folder: Path, kvs: Sequence[ChunkKV]) -> None:
     for index, kv in enumerate(kvs):
         torch.save(kv._asdict(), folder / f"{index}.pt")
-        _sync(folder / f"{index}.pt")
+        sync(folder / f"{index}.pt")
 
 
 def _read_torch(folder: Path, kvs: Sequence[ChunkKV]) -> None:
@@ -49,7 +50,7 @@ def _read_torch(folder: Path, kvs: Sequence[ChunkKV]) -> None:
 def _write_safetensors(folder: Path, kvs: Sequence[ChunkKV]) -> None:
     for index, kv in enumerate(kvs):
         save_file(kv._asdict(), folder / f"{index}.safetensors")
-        _sync(folder / f"{index}.safetensors")
+        sync(folder / f"{index}.safetensors")
 
 
 def _read_safetensors(folder: Path, kvs: Sequence[ChunkKV]) -> None:
@@ -72,14 +73,6 @@ def _read_plain(folder: Path, kvs: Sequence[ChunkKV]) -> None:
         for kv in kvs:
             for tensor in kv:
                 file.readinto(raw(tensor).data)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 FORMATS = {

@@ -31,8 +31,8 @@ class Transactions(Protocol):
     def read_only(self) -> bool: ...
 
     @property
-    def room_bytes(self) -> int:
-        """Size that the file can have at most, whatever the cap."""
+    def room_bytes(self) -> int | None:
+        """Size that the file can have at most, whatever the cap; None for any."""
         ...
 
     def read(self) -> AbstractContextManager[Tables]:
@@ -127,7 +127,10 @@ class CappedWrites:
 
     def _check_room(self, tables: Tables, needed: int) -> None:
         cap, room = self.cap(tables), self._transactions.room_bytes
-        space, limit = tables.space(), room if cap is None else min(cap, room)
+        limits = [limit for limit in (cap, room) if limit is not None]
+        if not limits:
+            return
+        space, limit = tables.space(), min(limits)
         if (too_many := eviction.bytes_too_many(space, needed, limit)) > 0:
             raise _NoRoomError(too_many, limit, space, may_evict=cap is not None)
         is_near = space.used_bytes + space.free_bytes + needed > limit
@@ -141,22 +144,25 @@ class CappedWrites:
         if possible and done is None:
             done = self._transactions.write(lambda tables: eviction.evict(tables, full.too_many))
         if done is None:
-            too_much = needed > eviction.could_ever_hold(full.limit)
-            used = f"{full.space.used_bytes} bytes used (and {full.space.free_bytes} free in the file)"
-            if full.may_evict:
-                limit = f"a cap of {full.limit}, of which a part is kept free"
-                rest = "what is left is pinned, unfinished or no KV). Delete or unpin documents, or raise the cap"
-                if too_much:
-                    rest = "that is more than fits at once). Raise the cap, or ask for less at once"
-            else:
-                limit = f"a map of {full.limit}, of which a part is kept free"
-                rest = "without a cap, nothing is evicted). Delete documents, or open it with a larger map_size"
-            raise StoreFullError(
-                f"{self._path} is full: {used} of {limit}; {needed} more needed, and nothing of it was kept ({rest}"
-            )
-        logger.info("%s: %d chunks evicted to make room for %d bytes", self._path, done.n_chunks, needed)
+            raise self._full(full, needed)
+        logger.info("%s: %d chunks evicted to make room for %d bytes", self._path, done, needed)
         # What a transaction frees can be used two transactions later.
         self._transactions.write(eviction.mark)
+
+    def _full(self, full: _NoRoomError, needed: int) -> StoreFullError:
+        if not full.may_evict:
+            limit = "map"
+            rest = "without a cap, nothing is evicted). Delete documents, or open it with a larger map_size"
+        elif needed > eviction.could_ever_hold(full.limit):
+            limit, rest = "cap", "that is more than fits at once). Raise the cap, or ask for less at once"
+        else:
+            limit = "cap"
+            rest = "what is left is pinned, unfinished or no KV). Delete or unpin documents, or raise the cap"
+        return StoreFullError(
+            f"{self._path} is full: {full.space.used_bytes} bytes used (and {full.space.free_bytes} free in the file) "
+            f"of a {limit} of {full.limit}, of which a part is kept free; {needed} more needed, and nothing of it was "
+            f"kept ({rest}"
+        )
 
     def _uses(self) -> dict[ChunkId, int]:
         with self._lock:

@@ -106,6 +106,14 @@ def chunk_row(tables: Tables, chunk_id: ChunkId) -> ChunkRow | None:
     return None if value is None else unpack_chunk(chunk_id, value)
 
 
+def sound_row(tables: Tables, chunk_id: ChunkId) -> ChunkRow | None:
+    """As `chunk_row`, but None for a damaged row too, where nothing can be done about it."""
+    try:
+        return chunk_row(tables, chunk_id)
+    except RecordDamagedError:
+        return None
+
+
 def missing(tables: Tables, chunk_ids: Iterable[ChunkId]) -> list[ChunkId]:
     """The distinct ids without whole KV, in the order given; a chunk whose row is damaged counts as missing."""
     return [chunk_id for chunk_id in dict.fromkeys(chunk_ids) if not _is_whole(tables, chunk_id)]
@@ -146,10 +154,7 @@ def discard(tables: Tables, chunk_ids: Iterable[ChunkId]) -> None:
 def drop_orphans(tables: Tables, chunk_ids: Iterable[ChunkId]) -> None:
     """Delete those of the chunks that no document refers to."""
     for chunk_id in dict.fromkeys(chunk_ids):
-        try:
-            row = chunk_row(tables, chunk_id)
-        except RecordDamagedError:
-            continue
+        row = sound_row(tables, chunk_id)
         if row is not None and not row.refcount:
             delete(tables, chunk_id)
 
@@ -158,10 +163,7 @@ def recount_references(tables: Tables, chunk_ids: Iterable[ChunkId]) -> None:
     """Set references and pins of chunks by a scan of all references, after a document's row was lost."""
     counted = count_references(tables)
     for chunk_id in chunk_ids:
-        try:
-            row = chunk_row(tables, chunk_id)
-        except RecordDamagedError:
-            continue
+        row = sound_row(tables, chunk_id)
         if row is not None:
             refcount, pins = counted.get(chunk_id, (0, 0))
             write_row(tables, chunk_id, row._replace(refcount=refcount, pins=pins))
@@ -181,10 +183,7 @@ def _drop(tables: Tables, chunk_id: ChunkId, row: ChunkRow, *, kv_bytes: int) ->
 def touch(tables: Tables, used_ms: Mapping[ChunkId, int]) -> None:
     """Note when chunks were last used; ids that are not held are passed over."""
     for chunk_id, now_ms in used_ms.items():
-        try:
-            row = chunk_row(tables, chunk_id)
-        except RecordDamagedError:
-            continue
+        row = sound_row(tables, chunk_id)
         if row is not None and row.n_groups and row.used_ms < now_ms:
             write_row(tables, chunk_id, row._replace(used_ms=now_ms))
 
@@ -211,11 +210,8 @@ def page_of_rows(tables: Tables, after: ChunkId, limit: int) -> Iterator[tuple[C
 
 def refer(tables: Tables, chunk_id: ChunkId, change: int, *, pins: int = 0) -> None:
     """Add to a chunk's references and pins; without any reference left, the chunk is deleted with its KV."""
-    try:
-        row = chunk_row(tables, chunk_id)
-    except RecordDamagedError:
-        return  # its references are counted anew when it is put again
-    if row is None:
+    row = sound_row(tables, chunk_id)
+    if row is None:  # or damaged: its references are counted anew when it is put again
         return
     if row.refcount + change > 0:
         write_row(tables, chunk_id, row._replace(refcount=row.refcount + change, pins=max(0, row.pins + pins)))
@@ -260,18 +256,12 @@ def lru_entry(chunk_id: ChunkId, row: ChunkRow | None) -> bytes | None:
 
 
 def _is_whole(tables: Tables, chunk_id: ChunkId) -> bool:
-    try:
-        row = chunk_row(tables, chunk_id)
-    except RecordDamagedError:
-        return False
+    row = sound_row(tables, chunk_id)
     return row is not None and row.n_groups > 0
 
 
 def _is_evicted(tables: Tables, chunk_id: ChunkId) -> bool:
-    try:
-        row = chunk_row(tables, chunk_id)
-    except RecordDamagedError:
-        return False
+    row = sound_row(tables, chunk_id)
     return row is not None and row.is_evicted
 
 
@@ -322,8 +312,5 @@ def not_found(chunk_id: ChunkId, reason: str) -> ChunkNotFoundError:
 
 def stored_bytes(tables: Tables, chunk_id: ChunkId) -> int:
     """Bytes of a chunk's KV records, 0 if it is missing or its row is damaged."""
-    try:
-        row = chunk_row(tables, chunk_id)
-    except RecordDamagedError:
-        return 0
+    row = sound_row(tables, chunk_id)
     return row.kv_bytes if row is not None and row.n_groups else 0

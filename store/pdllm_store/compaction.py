@@ -13,7 +13,7 @@ from pdllm_store import chunks
 from pdllm_store.counts import write_recount
 from pdllm_store.environment import Environment, open_databases, open_lmdb
 from pdllm_store.errors import RecordDamagedError, StoreError, StoreFullError
-from pdllm_store.location import COMPACT_FOLDER, DATA_FILE, DERIVED_FOLDER
+from pdllm_store.location import COMPACT_FOLDER, DATA_FILE, DERIVED_FOLDER, sync
 from pdllm_store.tables import Tables
 from pdllm_store.types import ID_BYTES
 
@@ -98,11 +98,11 @@ def _copy(environment: Environment, folder: str, change: Callable[[Tables], None
 
 def _replace(new: str, old: str, *, wipe: bool) -> None:
     os.chmod(new, 0o600)
-    _sync(new)
+    sync(new)
     descriptor = os.open(old, os.O_WRONLY)
     try:
         os.replace(new, old)
-        _sync(os.path.dirname(old))
+        sync(os.path.dirname(old))
         if wipe:
             _overwrite(descriptor)
     finally:
@@ -133,11 +133,3 @@ def _overwrite(descriptor: int) -> None:
     for start in range(0, size, len(zeros)):
         os.pwrite(descriptor, zeros[: size - start], start)
     os.fsync(descriptor)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

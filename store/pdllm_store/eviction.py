@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from pdllm_store import chunks
 from pdllm_store.counts import count_evictions
-from pdllm_store.errors import RecordDamagedError
 from pdllm_store.rows import ChunkRow, pack_map, parse_lru_key, unpack_map
 from pdllm_store.tables import Space, Tables
 from pdllm_store.types import ChunkId
@@ -27,13 +25,6 @@ _FILL, _FILL_NEAR_CAP = 0.8, 0.5  # of the cap
 _AHEAD = 64  # this part of the cap is freed at once, so that not every write has to
 _LIMITS_KEY = b"limits"
 _LARGE_VALUE = 2000  # bytes from which LMDB gives a value pages of its own
-
-
-class Evicted(NamedTuple):
-    """What an eviction dropped."""
-
-    n_chunks: int
-    n_bytes: int  # of KV records, in whole pages
 
 
 def now_ms() -> int:
@@ -81,8 +72,8 @@ def written_bytes(sizes: Iterable[int]) -> int:
 
 def evict(
     tables: Tables, n_bytes: int | None, *, used_before_ms: int | None = None, partly: bool = False
-) -> Evicted | None:
-    """Drop the KV that was not used for the longest time.
+) -> int | None:
+    """Drop the KV that was not used for the longest time; returns the number of chunks.
 
     Args:
         n_bytes: at least so many, None for all that may go.
@@ -106,7 +97,7 @@ def evict(
     for chunk_id, row in victims:
         chunks.evict(tables, chunk_id, row)
     count_evictions(tables, len(victims))
-    return Evicted(len(victims), freed)
+    return len(victims)
 
 
 def mark(tables: Tables) -> None:
@@ -126,10 +117,7 @@ def _oldest_first(tables: Tables, used_before_ms: int | None) -> Iterator[tuple[
         used_ms, chunk_id = parse_lru_key(key)
         if used_before_ms is not None and used_ms >= used_before_ms:
             return
-        try:
-            row = chunks.chunk_row(tables, chunk_id)
-        except RecordDamagedError:
-            row = None
+        row = chunks.sound_row(tables, chunk_id)
         if chunks.lru_entry(chunk_id, row) != key:
             yield key, chunk_id, None
         elif row is not None and (row.refcount or used_ms < finished_before):

@@ -12,7 +12,6 @@ from pdllm_store.codec import Buffer
 from pdllm_store.tables import Space, Table
 
 _OTHER_PAGES = 4  # two meta pages, the tree of the tables, and the list of free pages or the start of it
-
 _READER = re.compile(r"\s*\d+\s+\w+\s+\d+\s*")  # pid, thread, transaction; a free slot has a dash there
 
 
@@ -40,29 +39,25 @@ class LMDBTables:
 
     def scan(self, table: Table, prefix: bytes = b"", *, after: bytes = b"") -> Iterator[tuple[bytes, Buffer]]:
         # Nothing sorts between a key and the key with a zero byte behind it.
-        start = max(prefix, after + b"\0" if after else b"")
+        for key, cursor in self._walk(table, prefix, max(prefix, after + b"\0" if after else b"")):
+            yield key, cursor.value()
+
+    def keys(self, table: Table, prefix: bytes = b"") -> Iterator[bytes]:
+        for key, _ in self._walk(table, prefix, prefix):
+            yield key
+
+    def _walk(self, table: Table, prefix: bytes, start: bytes) -> Iterator[tuple[bytes, Any]]:
+        """Keys with `prefix` from `start` on, and the cursor that stands on each."""
         with self._transaction.cursor(db=self._databases[table]) as cursor:
             if not (cursor.set_range(start) if start else cursor.first()):
                 return
             last = b""
-            for view, value in cursor:
+            for view in cursor.iternext(keys=True, values=False):
                 key = bytes(view)
                 last = _in_order(table, key, last or start, is_first=not last)
                 if not key.startswith(prefix):
                     return
-                yield key, value
-
-    def keys(self, table: Table, prefix: bytes = b"") -> Iterator[bytes]:
-        with self._transaction.cursor(db=self._databases[table]) as cursor:
-            if not (cursor.set_range(prefix) if prefix else cursor.first()):
-                return
-            last = b""
-            for view in cursor.iternext(keys=True, values=False):
-                key = bytes(view)
-                last = _in_order(table, key, last or prefix, is_first=not last)
-                if not key.startswith(prefix):
-                    return
-                yield key
+                yield key, cursor
 
     def space(self) -> Space:
         statistics = [self._transaction.stat(database) for database in self._databases.values()]

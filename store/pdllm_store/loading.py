@@ -93,7 +93,7 @@ def check(tables: Tables, chunk_id: ChunkId) -> None:
     """
     found = plan(tables, chunk_id)
     for group in range(found.n_groups):
-        _parse(tables, found, group, verify=True)
+        _parse(tables, found, group).check()
 
 
 def empty_kv(shape: Sequence[int], kv_dtype: str, *, n_layers: int | None = None) -> ChunkKV:
@@ -179,7 +179,7 @@ def _parse_or_fail(tables: Tables, task: _Task, failures: dict[ChunkId, Failure]
     if chunk_id in failures:
         return None
     try:
-        return _parse(tables, task.plan, task.group, verify=False)
+        return _parse(tables, task.plan, task.group)
     except RecordDamagedError as error:
         failures[chunk_id] = _gone(tables, chunk_id) or error
         return None
@@ -212,9 +212,9 @@ def _gone(tables: Tables, chunk_id: ChunkId) -> Failure | None:
     return None
 
 
-def _parse(tables: Tables, found: Plan, group: int, *, verify: bool) -> record.Record:
-    data = _record(tables, found.chunk_id, group, found.n_groups)
-    return record.parse_expected(data, found.group_header(group), verify=verify)
+def _parse(tables: Tables, found: Plan, group: int) -> record.Record:
+    """The record of a group, its checksum not compared yet."""
+    return record.parse_expected(_record(tables, found.chunk_id, group, found.n_groups), found.group_header(group))
 
 
 def _record(tables: Tables, chunk_id: ChunkId, group: int, n_groups: int) -> bytes | bytearray | memoryview:

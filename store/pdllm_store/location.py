@@ -112,6 +112,15 @@ def lacks_room(path: str, needed: int) -> bool:
     return False
 
 
+def sync(path: str | os.PathLike[str]) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def disk_bytes(path: str) -> int:
     """Bytes that the files of a store really occupy; sparse holes count for nothing."""
     total = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,8 +55,8 @@ class _Memory:
         return False
 
     @property
-    def room_bytes(self) -> int:
-        return sys.maxsize
+    def room_bytes(self) -> None:
+        return None
 
     def file_bytes(self) -> int:
         return 0

@@ -7,11 +7,12 @@ import math
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
-from pdllm_store.chunks import chunk_row
+from pdllm_store.chunks import sound_row
 from pdllm_store.codec import TORCH_DTYPES, decode, encode
 from pdllm_store.errors import ChunkNotFoundError, RecordDamagedError, StoreError, StoreReadOnlyError
 from pdllm_store.loading import Failure, Read
@@ -65,19 +66,13 @@ class Recomputing:
             logger.info("computed again: %s", failure)
         damaged = [chunk_id for chunk_id, failure in failures.items() if isinstance(failure, RecordDamagedError)]
         if damaged:
-            try:
+            with _logged("%d damaged chunks stay in the store: %s", len(damaged)):
                 discard(damaged)
-            except StoreError as error:
-                level = logging.INFO if isinstance(error, StoreReadOnlyError) else logging.WARNING
-                logger.log(level, "%d damaged chunks stay in the store: %s", len(damaged), error)
         found: dict[ChunkId, ChunkKV] = {}
         for fingerprint, given in self._batches(metas):
             batch = list(given)
-            try:
+            with _logged("%d chunks were computed again but not written back: %s", len(batch)):
                 put(fingerprint, batch)
-            except StoreError as error:
-                level = logging.INFO if isinstance(error, StoreReadOnlyError) else logging.WARNING
-                logger.log(level, "%d chunks were computed again but not written back: %s", len(batch), error)
             found |= {meta.chunk_id: self._as_stored(kv) for meta, kv in batch}
         for chunk_id in failures:
             if chunk_id not in found:
@@ -120,10 +115,7 @@ class Recomputing:
         found = {}
         with read() as tables:
             for chunk_id in chunk_ids:
-                try:
-                    row = chunk_row(tables, chunk_id)
-                except RecordDamagedError:
-                    continue
+                row = sound_row(tables, chunk_id)
                 if row is not None and row.fingerprint in self._known:
                     found[chunk_id] = (row.fingerprint, row.meta(chunk_id))
         return found
@@ -154,3 +146,13 @@ class Recomputing:
             distance = (held - again).norm(dim=1) / again.norm(dim=1).clamp_min(1e-30)
             largest = torch.maximum(largest, distance.max())  # keeps a NaN
         return float(largest)
+
+
+@contextmanager
+def _logged(message: str, n_chunks: int) -> Iterator[None]:
+    """A change that the answer does not need: if the store refuses it, that is logged."""
+    try:
+        yield
+    except StoreError as error:
+        level = logging.INFO if isinstance(error, StoreReadOnlyError) else logging.WARNING
+        logger.log(level, message, n_chunks, error)

@@ -64,9 +64,7 @@ class Record(NamedTuple):
 
     def check(self) -> None:
         """Raises RecordDamagedError unless the checksum is right."""
-        if (got := xxhash.xxh3_128_digest(self.digested)) != self.digest:
-            name = _name(self.header.chunk_id, self.header.layer_start)
-            raise _damaged(name, "checksum", got.hex(), self.digest.hex())
+        _check_digest(_name(self.header.chunk_id, self.header.layer_start), self.digested, self.digest)
 
     def decode_into(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copy the group into two tensors [layers of the group, T, G, D] of any float dtype and stride."""
@@ -124,8 +122,8 @@ def parse(data: Buffer, *, chunk_id: bytes, fingerprint: bytes, layer_start: int
     n_expected = data_start + _padded(n_k) + n_v
     if len(view) != n_expected:
         raise _damaged(name, "length", len(view), n_expected)
-    if verify and (got := xxhash.xxh3_128_digest(view[_DIGESTED_FROM:])) != digest:
-        raise _damaged(name, "checksum", got.hex(), digest.hex())
+    if verify:
+        _check_digest(name, view[_DIGESTED_FROM:], digest)
     header = _parse_header(name, bytes(view[_PRELUDE.size : _PRELUDE.size + n_header]))
     got_key = (header.chunk_id.hex(), header.fingerprint.hex(), header.layer_start)
     expected_key = (chunk_id.hex(), fingerprint.hex(), layer_start)
@@ -138,11 +136,13 @@ def parse(data: Buffer, *, chunk_id: bytes, fingerprint: bytes, layer_start: int
     return Record(header, view[data_start : data_start + n_k], view[v_start:], digest, view[_DIGESTED_FROM:])
 
 
-def parse_expected(data: Buffer, expected: RecordHeader, *, verify: bool = True) -> Record:
+def parse_expected(data: Buffer, expected: RecordHeader) -> Record:
     """Read the record that says exactly this of itself; as `parse`, and quicker because nothing is unpacked.
 
+    Its checksum is not compared: `Record.check` does that.
+
     Raises:
-        RecordDamagedError: anything at all is wrong, or the header is another.
+        RecordDamagedError: the form is wrong, or the header is another.
     """
     view = memoryview(data)
     packed = _pack_header(expected)
@@ -152,13 +152,17 @@ def parse_expected(data: Buffer, expected: RecordHeader, *, verify: bool = True)
     digest = bytes(view[8:_DIGESTED_FROM])
     if len(view) == v_start + n_block and digest:
         prelude = _PRELUDE.pack(MAGIC, RECORD_FORMAT, 0, digest, len(packed), data_start, n_block, n_block)
-        is_form_right = view[: _PRELUDE.size + len(packed)] == prelude + packed
-        if is_form_right and (not verify or xxhash.xxh3_128_digest(view[_DIGESTED_FROM:]) == digest):
+        if view[: _PRELUDE.size + len(packed)] == prelude + packed:
             k_block, v_block = view[data_start : data_start + n_block], view[v_start:]
             return Record(expected, k_block, v_block, digest, view[_DIGESTED_FROM:])
     key = (expected.chunk_id, expected.fingerprint, expected.layer_start)
-    found = parse(data, chunk_id=key[0], fingerprint=key[1], layer_start=key[2], verify=verify)
+    found = parse(data, chunk_id=key[0], fingerprint=key[1], layer_start=key[2], verify=False)
     raise _damaged(_name(expected.chunk_id, expected.layer_start), "header", found.header, expected)
+
+
+def _check_digest(name: str, digested: memoryview, digest: bytes) -> None:
+    if (got := xxhash.xxh3_128_digest(digested)) != digest:
+        raise _damaged(name, "checksum", got.hex(), digest.hex())
 
 
 def _pack_header(header: RecordHeader) -> bytes:

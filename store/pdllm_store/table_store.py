@@ -56,8 +56,8 @@ class TableStore:
         self._workers = Workers()
         self._recomputing = Recomputing(kv_dtype)
         self._uses_are_queued = False
-        _handles.add(self)
         self._capped = CappedWrites(transactions, path=path)
+        _handles.add(self)  # last: a fork renews the locks of all that are in it
 
     def __enter__(self: S) -> S:
         return self
@@ -149,16 +149,14 @@ class TableStore:
 
     def load(self, chunk_id: ChunkId) -> ChunkKV:
         kv, failures = self._load([chunk_id], {})
-        for error in failures.values():
-            raise error
+        _raise_first(failures)
         return kv[chunk_id]
 
     def load_into(self, chunk_ids: Sequence[ChunkId], out: Sequence[ChunkKV], *, layers: range | None = None) -> None:
         if len(chunk_ids) != len(out) or len(set(chunk_ids)) < len(chunk_ids):
             raise ValueError(f"{len(set(chunk_ids))} distinct chunks of {len(chunk_ids)} for {len(out)} places")
         _, failures = self._load(chunk_ids, dict(zip(chunk_ids, out, strict=True)), layers=layers)
-        for error in failures.values():
-            raise error
+        _raise_first(failures)
 
     def fetch(self, chunk_ids: Sequence[ChunkId]) -> Fetched:
         chunk_ids = list(dict.fromkeys(chunk_ids))
@@ -206,8 +204,7 @@ class TableStore:
         before_ms = eviction.now_ms() - int(unused_for_s * 1000) if unused_for_s else None
 
         def body(tables: Tables) -> int:
-            done = eviction.evict(tables, n_bytes, used_before_ms=before_ms, partly=True)
-            return done.n_chunks if done else 0
+            return eviction.evict(tables, n_bytes, used_before_ms=before_ms, partly=True) or 0
 
         return self._writes.write(body)
 
@@ -303,8 +300,7 @@ class TableStore:
 
         def load(chunk_id: ChunkId) -> ChunkKV:  # neither counted nor a use
             kv, failures = loading.load(read, self._workers, [chunk_id], {}, verify=True)
-            for error in failures.values():
-                raise error
+            _raise_first(failures)
             return kv[chunk_id]
 
         def compare(sound: Sequence[ChunkId]) -> Comparison:
@@ -388,6 +384,11 @@ def check_chunk_ids(chunk_ids: Iterable[ChunkId]) -> None:
     for chunk_id in chunk_ids:
         if not isinstance(chunk_id, bytes) or len(chunk_id) != ID_BYTES:
             raise ValueError(f"a chunk id is {chunk_id!r}, expected {ID_BYTES} bytes")
+
+
+def _raise_first(failures: Mapping[ChunkId, loading.Failure]) -> None:
+    for error in failures.values():
+        raise error
 
 
 def _renew_locks() -> None:

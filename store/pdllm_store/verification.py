@@ -142,7 +142,7 @@ def _check_documents(tables: Tables, problems: list[str]) -> int:
         except RecordDamagedError as error:
             problems.append(str(error))
             continue
-        n_refs = sum(1 for _ in tables.scan("refs", key))
+        n_refs = sum(1 for _ in tables.keys("refs", key))
         if n_refs != row.n_chunks:
             problems.append(f"document {row.doc_id!r} has {n_refs} references instead of {row.n_chunks}; add it again")
     for digest, value in tables.scan("fingerprints"):
