@@ -10,6 +10,8 @@ import torch
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+if not torch.cuda.is_available():  # Triton's kernels are interpreted; read when triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from command_line import Outcome, Pdllm, write_texts
 from tiny import save_tiny_model

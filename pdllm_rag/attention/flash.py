@@ -11,11 +11,23 @@ from __future__ import annotations
 import torch
 
 from pdllm_rag.attention.merge import AttentionState, merge
-from pdllm_rag.attention.reference import reference
+from pdllm_rag.attention.reference import read_run, reference
 from pdllm_rag.attention.table import ChunkTable
 from pdllm_rag.models.rope import Rope
 
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float16, torch.bfloat16)}
+
+
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why torch's flash kernels cannot run here, or None."""
+    dtypes = DTYPES.get(device.type, ())
+    if not dtypes:
+        return f"the device is {device.type}; expected one of {', '.join(DTYPES)}"
+    if dtype not in dtypes:
+        return f"the dtype is {dtype}; on {device.type} expected one of {', '.join(map(str, dtypes))}"
+    if device.type == "cuda" and (head_dim % 8 or head_dim > 256):
+        return f"heads have {head_dim} elements; on cuda expected a multiple of 8, 256 at most"
+    return None
 
 
 def flash(
@@ -27,19 +39,19 @@ def flash(
     rope: Rope | None,
     mask: torch.Tensor | None,
 ) -> AttentionState:
-    """As `split_s_attention`, for the devices and dtypes in `DTYPES`."""
+    """As `split_s_attention`, for the devices, dtypes and head dims that `why_not` allows."""
     if not table.starts:
         return reference(q, k, v, table, rope=rope, mask=mask)
     table = table.coalesced(apart=0 if mask is None else 1)
     last = len(table.starts) - 1
     states = []
-    for index, (start, length, offset) in enumerate(table.runs()):
+    for index, offset in enumerate(table.offsets):
         queries = q
         if offset:
             assert rope is not None
             queries = rope.shift(q, -offset).to(q.dtype)
         run_mask = mask if index == last else None
-        states.append(_one_run(queries, k[start : start + length], v[start : start + length], run_mask))
+        states.append(_one_run(queries, read_run(k, table, index), read_run(v, table, index), run_mask))
     return merge(states)
 
 
@@ -61,7 +73,11 @@ def _one_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tens
         out, lse = aten._scaled_dot_product_efficient_attention(packed, keys, values, bias, True)[:2]
         lse = lse[..., : packed.shape[2]]  # it comes padded
     out = out.reshape(n_heads, n_rows, head_dim).transpose(0, 1)
-    return AttentionState(out, lse.reshape(n_heads, n_rows).transpose(0, 1))
+    lse = lse.reshape(n_heads, n_rows).transpose(0, 1)
+    if mask is not None:  # of a row that sees no key the kernels return what they like (the CPU's: an lse of 0)
+        blind = ~mask.any(dim=1)[:, None]
+        out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
+    return AttentionState(out, lse)
 
 
 def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -34,18 +34,26 @@ def reference(
         )
     ]
     group = n_heads // k.shape[1]
-    for index, (start, length, offset) in enumerate(table.runs(), start=1):
+    for index, offset in enumerate(table.offsets):
         queries = q.to(work)
         if offset:
             assert rope is not None
             queries = rope.shift(queries, -offset)
-        keys = k[start : start + length].to(work).repeat_interleave(group, dim=1)
-        values = v[start : start + length].to(work).repeat_interleave(group, dim=1)
+        keys = read_run(k, table, index).to(work).repeat_interleave(group, dim=1)
+        values = read_run(v, table, index).to(work).repeat_interleave(group, dim=1)
         scores = torch.einsum("lhd,thd->lht", queries, keys) / math.sqrt(head_dim)
-        if mask is not None and index == len(table.starts):
+        if mask is not None and index == len(table.starts) - 1:
             scores = scores.masked_fill(~mask[:, None], -torch.inf)
         lse = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - lse[..., None])
+        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
         states.append(AttentionState(torch.einsum("lht,thd->lhd", weights, values), lse))
     state = merge(states)
     return AttentionState(state.out.to(q.dtype), state.lse)
+
+
+def read_run(x: torch.Tensor, table: ChunkTable, index: int) -> torch.Tensor:
+    """[T, G, D]: the rows of the buffer x [S, G, D] that a run reads; a view where it reads all of them."""
+    rows = table.rows_of(index)
+    if isinstance(rows, range):
+        return x[rows.start : rows.stop]
+    return x[torch.tensor(rows, device=x.device)]
