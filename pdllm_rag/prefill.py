@@ -39,8 +39,9 @@ from pdllm_rag.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
-FLUSH_TOKENS = 4096  # chunks are collected over documents up to this, so that batches are full and alike in length
-FLUSH_DOCUMENTS = 256
+FLUSH_BATCHES = 4  # chunks are collected over documents up to this, so that batches are full and alike in length
+FLUSH_DOCUMENTS = 256  # that may wait for each other, or more where batches are large:
+FLUSH_TOKENS_EACH = 64  # one for every so many tokens that are collected
 PAGE_BYTES, RECORD_BYTES = 4096, 512  # of a store's file, and at most of a record's header
 ROOM = 0.4  # of the store's cap: what one document, or several that wait together, may take
 MAX_ATTEMPTS = 3  # of making a document visible while other processes delete chunks that it shares
@@ -145,6 +146,8 @@ class Prefiller:
         self._chunk_len = chunk_len
         self._recipe = recipe(chunk_len)
         self._encoder = ChunkEncoder(model, fingerprint)
+        self._flush_tokens = FLUSH_BATCHES * self._encoder.batch_tokens
+        self._flush_documents = max(FLUSH_DOCUMENTS, self._flush_tokens // FLUSH_TOKENS_EACH)
 
     def run(
         self, documents: Iterable[InputDocument | Failure], on_progress: Callable[[Progress], None] | None = None
@@ -204,7 +207,7 @@ class Prefiller:
             wanted |= {chunk_id: entry.chunks[chunk_id] for chunk_id in absent}
             n_tokens += sum(lens)
             n_bytes += n_new
-            if n_tokens >= FLUSH_TOKENS or len(pending) >= FLUSH_DOCUMENTS:
+            if n_tokens >= self._flush_tokens or len(pending) >= self._flush_documents:
                 self._flush(pending, wanted, report, on_progress)
                 pending, wanted, n_tokens, n_bytes = {}, {}, 0, 0
         self._flush(pending, wanted, report, on_progress)

@@ -366,7 +366,8 @@ class TableStore:
             damaged = [error for error in failures.values() if isinstance(error, RecordDamagedError)]
             for error in damaged:
                 self._on_damage(error)
-            self._count(hits=len(kv), misses=len(failures) - len(damaged))
+            is_first = layers is None or layers.start == 0  # who loads a chunk in parts has loaded it once
+            self._count(hits=len(kv) if is_first else 0, misses=len(failures) - len(damaged))
         self._note_use(kv)
         return kv, failures
 

@@ -87,7 +87,10 @@ class ChunkMeta:
 
 
 class ChunkKV(NamedTuple):
-    """Keys (rotated at chunk-local positions, BOS at 0) and values of one chunk, both [Y, T, G, D], CPU."""
+    """Keys (rotated at chunk-local positions, BOS at 0) and values of one chunk, both [Y, T, G, D].
+
+    What a store hands out is in the host's memory.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
