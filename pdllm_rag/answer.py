@@ -46,6 +46,7 @@ class AnswerStats:
         context_tokens: tokens of the chunks read; `cached_tokens` of them were served from the store.
         ms: milliseconds by phase: first_stage, draft, score, load, decode, total.
         support: probability that the documents hold the answer, or None if the family has no calibration.
+        backend: how attention over the chunks ran: a Split-S backend ("triton, graphed" as a CUDA graph), or "dense".
     """
 
     nfe: int
@@ -61,6 +62,7 @@ class AnswerStats:
     finish_reason: str
     supported: bool
     support: float | None
+    backend: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form."""

@@ -114,6 +114,7 @@ class Asking:
             finish_reason=outcome.transcript.finish_reason or "stop",
             supported=supported,
             support=outcome.support,
+            backend=decoder.backend,
         )
         citations = self._cite(ranked, found.selection, said, text) if supported else ()
         yield Final(Answer(said, citations, stats, tuple(outcome.steps)))

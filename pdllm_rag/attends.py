@@ -3,7 +3,7 @@
 - `DenseAttend`: every row of a sequence sees every row of it (or what a mask allows);
 - `CaptureAttend`: the same, and keeps keys and values: the prefill;
 - `SplitSAttend`: canvas rows see static chunk KV and their own canvas (of a block-causal model: no later block of it):
-  scoring and decoding.
+  scoring and decoding; `PackedSplitSAttend` is the same for all sequences at once, on a GPU.
 
 Axes: N packed rows, L rows of one sequence, H query heads, G key/value heads, D head dim, Y layers.
 """
@@ -15,8 +15,11 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from pdllm_rag.attention import block_masks, split_s_attention
+from pdllm_rag.attention import block_masks, resolve, split_s_attention
+from pdllm_rag.attention.triton import SplitAttention, why_not
+from pdllm_rag.attention.turn import Turn
 from pdllm_rag.context import Context
+from pdllm_rag.models.backbone import Backbone
 from pdllm_rag.models.rope import Rope, rotate
 
 
@@ -37,6 +40,9 @@ class DenseAttend:
         masks: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self._cos, self._sin = rope.tables(positions)
+        head_dim = 2 * len(rope.inv_freq)
+        has_kernels = positions.device.type == "cuda" and not why_not(positions.device, torch.float32, head_dim)
+        self._turn = Turn(self._cos, self._sin) if has_kernels else None
         self._lens = tuple(lens)
         self._masks = masks
 
@@ -46,6 +52,8 @@ class DenseAttend:
 
     def rotated(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k at their positions, rounded once to their own dtype."""
+        if self._turn is not None:
+            return self._turn(q, k)
         return rotate(q, self._cos, self._sin).to(q.dtype), rotate(k, self._cos, self._sin).to(k.dtype)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -88,7 +96,7 @@ class CaptureAttend:
                 self.sketches.append((part[1:] if len(part) > 1 else part).mean(dim=0).flatten())
         q, k = self._dense.rotated(q, k)
         self.keys.append(k)
-        self.values.append(v)
+        self.values.append(v.contiguous())  # of packed heads, to let the others go
         return self._dense.attend(q, k, v)
 
 
@@ -102,11 +110,10 @@ class SplitSAttend:
     """
 
     def __init__(self, rope: Rope, context: Context, *, block: int | None = None, backend: str = "auto") -> None:
-        positions = torch.cat([s.positions() for s in context.sequences]).to(rope.inv_freq.device)
+        positions, n_rows = _canvas_rows(context, rope)
         self._cos, self._sin = rope.tables(positions)
         self._rope = rope
         self._context = context
-        n_rows = [s.n_rows for s in context.sequences]
         self._masks: Sequence[torch.Tensor | None] = block_masks(positions, n_rows, block) or [None] * len(n_rows)
         self._backend = backend
 
@@ -125,6 +132,53 @@ class SplitSAttend:
             parts.append(state.out)
             start = rows.stop
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class PackedSplitSAttend:
+    """As `SplitSAttend`, with all sequences in the same launches (backend "triton")."""
+
+    def __init__(self, backbone: Backbone, context: Context, *, block: int | None = None) -> None:
+        rope, device = backbone.rope, backbone.device
+        positions, n_rows = _canvas_rows(context, rope)
+        self._context = context
+        self.turn = Turn(*rope.tables(positions), slots=canvas_slots(context).to(device))
+        self.attention = SplitAttention(
+            [sequence.table for sequence in context.sequences],
+            n_rows,
+            n_heads=backbone.n_heads,
+            n_kv_heads=backbone.n_kv_heads,
+            head_dim=backbone.head_dim,
+            dtype=backbone.dtype,
+            device=device,
+            rope=rope,
+            masks=block_masks(positions, n_rows, block),
+        )
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys, values = self._context.k[layer], self._context.v[layer]
+        turned, _ = self.turn(q, k, v, keys=keys, values=values)
+        return self.attention(turned, keys, values).out
+
+
+def split_s_attend(
+    backbone: Backbone, context: Context, *, block: int | None = None, backend: str = "auto"
+) -> SplitSAttend | PackedSplitSAttend:
+    """Canvas rows over a context, by the Split-S backend that is asked for."""
+    if resolve(backend, backbone.device, backbone.dtype, backbone.head_dim) == "triton":
+        return PackedSplitSAttend(backbone, context, block=block)
+    return SplitSAttend(backbone.rope, context, block=block, backend=backend)
+
+
+def canvas_slots(context: Context) -> torch.Tensor:
+    """int32 [N], the buffer row of each canvas row."""
+    rows = [torch.arange(s.canvas_row, s.canvas_row + s.n_rows, dtype=torch.int32) for s in context.sequences]
+    return torch.cat(rows)
+
+
+def _canvas_rows(context: Context, rope: Rope) -> tuple[torch.Tensor, list[int]]:
+    """Positions int64 [N] of all canvas rows, and the rows of each sequence."""
+    positions = torch.cat([s.positions() for s in context.sequences]).to(rope.inv_freq.device)
+    return positions, [s.n_rows for s in context.sequences]
 
 
 def _full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n_sequences: int) -> torch.Tensor:

@@ -66,11 +66,25 @@ class Placed(NamedTuple):
     placement: Placement
 
 
+def rows_needed(placed: Sequence[Placed], canvas_lens: Sequence[int]) -> int:
+    """Buffer rows of chunks and canvases."""
+    return sum(canvas_lens) + sum(chunk.k.shape[1] for one in placed for chunk in one.chunks)
+
+
+def buffers(backbone: Backbone, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised k and v [Y, n_rows, G, D]."""
+    shape = (backbone.n_layers, n_rows, backbone.n_kv_heads, backbone.head_dim)
+    k = torch.empty(shape, dtype=backbone.dtype, device=backbone.device)
+    return k, torch.empty_like(k)
+
+
 @torch.inference_mode()
 def gather(
     placed: Sequence[Placed],
     canvas_lens: Sequence[int],
     backbone: Backbone,
+    *,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Context:
     """Copy chunks into one buffer, sequence after sequence, each followed by room for its canvas.
 
@@ -78,13 +92,10 @@ def gather(
         placed: per sequence its chunks [Y, T, G, D] (any float dtype) and their placement.
         canvas_lens: canvas rows per sequence.
         backbone: gives shape, dtype and device of the buffers; keys are rotated in float32 and rounded once.
+        into: k and v [Y, S, G, D] with rows enough (`rows_needed`), instead of new ones.
     """
     rope, device = backbone.rope, backbone.device
-    n_rows = sum(canvas_lens) + sum(chunk.k.shape[1] for one in placed for chunk in one.chunks)
-    k = torch.empty(
-        backbone.n_layers, n_rows, backbone.n_kv_heads, backbone.head_dim, dtype=backbone.dtype, device=device
-    )
-    v = torch.empty_like(k)
+    k, v = buffers(backbone, rows_needed(placed, canvas_lens)) if into is None else into
     sequences, row = [], 0
     for one, canvas_len in zip(placed, canvas_lens, strict=True):
         runs = []

@@ -66,7 +66,7 @@ class RagEngine:
         options: AskOptions | None = None,
         scoring: ScoringOptions | None = None,
         chunk_len: int | None = None,
-        pool_bytes: int = 1 << 30,
+        pool_bytes: int | None = None,
         load: str = "store",
         release: Callable[[], None] | None = None,
     ) -> None:
@@ -80,8 +80,8 @@ class RagEngine:
         store.recompute_with(self.fingerprint, self._prefiller.recompute)
         if load not in LOADS:
             raise ValueError(f"load is {load!r}; expected one of {', '.join(LOADS)}")
-        fetch = CheaperFetch(store, self._prefiller.recompute) if load == "auto" else store.fetch
-        self._pool = KVPool(store, fetch=fetch, budget_bytes=pool_bytes)
+        fetch = CheaperFetch(store, self._prefiller.recompute) if load == "auto" else None
+        self._pool = KVPool.beside(model.backbone, store, fetch=fetch, budget_bytes=pool_bytes)
         self._index = BM25Index(store, self.fingerprint)
         self._mender = Mender(store, self.fingerprint, self._prefiller, self._index)
         self._retriever = Retriever(model, self._index, self._pool, scoring or ScoringOptions())
@@ -96,12 +96,12 @@ class RagEngine:
         kv_dtype: KVDtype | None = None,
         create: bool = True,
         store_options: Mapping[str, Any] | None = None,
-        device: str = "cpu",
+        device: str = "auto",
         dtype: torch.dtype | None = None,
         options: AskOptions | None = None,
         scoring: ScoringOptions | None = None,
         chunk_len: int | None = None,
-        pool_bytes: int = 1 << 30,
+        pool_bytes: int | None = None,
         load: str = "store",
     ) -> RagEngine:
         """Open a store and load a model; weights already loaded in this process are shared.
@@ -112,9 +112,11 @@ class RagEngine:
             kv_dtype: stored dtype of a new store (default bfloat16); for an existing one it must fit.
             create: make the store if there is none.
             store_options: of the folder's store, such as `max_bytes`, `key` and `read_only` (see `LMDBStore.open`).
+            device: of a model given by name; "auto" is the first GPU where torch sees one, else the CPU.
             dtype: compute dtype; None takes the faster one.
             chunk_len: tokens of a chunk, BOS included; None takes the family's.
-            pool_bytes: most bytes of chunk KV kept in memory between questions.
+            pool_bytes: most bytes of chunk KV kept between questions, in a GPU's memory if the model is there; None
+                takes 1 GiB, or, if it is more, a fifth of what is free on the GPU.
             load: "store" reads KV from the store, "auto" computes it again where that is faster (`cheaper`).
 
         Raises:

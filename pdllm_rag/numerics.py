@@ -13,7 +13,15 @@ def log_partition(logits: torch.Tensor) -> torch.Tensor:
     Raises:
         NumericsError: NaN or +inf logits, or a row of only -inf.
     """
-    lse = torch.logsumexp(logits, dim=-1)
+    return checked(torch.logsumexp(logits, dim=-1))
+
+
+def checked(lse: torch.Tensor) -> torch.Tensor:
+    """A logsumexp of logits, [M], as it is.
+
+    Raises:
+        NumericsError: the logits were NaN or +inf, or all -inf.
+    """
     if not torch.isfinite(lse).all():
         raise NumericsError(
             "the model produced logits that are not finite; expected numbers. Open the engine with "

@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from pdllm_rag.models.loader import LoadedModel, load_model, locate
+from pdllm_rag.models.loader import LoadedModel, load_model, locate, one_device
 from pdllm_rag.models.precision import fastest_dtype
 
 _lock = threading.Lock()
@@ -17,10 +17,10 @@ _loaded: weakref.WeakValueDictionary[tuple[str, str, torch.dtype], LoadedModel] 
 
 def shared_model(name: str, device: str, dtype: torch.dtype | None) -> LoadedModel:
     """The model of that name, loaded once per process while anybody holds it."""
-    target = torch.device(device)
+    target = one_device(device, None)
     key = (os.path.realpath(locate(name)), str(target), dtype or fastest_dtype(target))
     with _lock:
         model = _loaded.get(key)
         if model is None:
-            model = _loaded[key] = load_model(name, device=device, dtype=dtype)
+            model = _loaded[key] = load_model(name, device=str(target), dtype=dtype)
         return model

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 import torch
 from pdllm_store import ChunkKV
 
-from pdllm_rag.attends import SplitSAttend
+from pdllm_rag.attends import split_s_attend
 from pdllm_rag.attention import causal_block
 from pdllm_rag.context import Placed, gather
+from pdllm_rag.models.backbone import Attend
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.models.tokenizer import Prompt
 from pdllm_rag.numerics import log_partition
@@ -108,11 +109,11 @@ class CandidateScorer:
         rows = torch.arange(len(self._question.ids), len(ids))
         return self._log_p(ids, rows, self._attend(len(ids))).mean(dim=1)
 
-    def _attend(self, n_rows: int) -> SplitSAttend:
+    def _attend(self, n_rows: int) -> Attend:
         narrowed = self._context.narrowed(range(self._n), [n_rows] * self._n)
-        return SplitSAttend(self._model.backbone.rope, narrowed, block=self._block)
+        return split_s_attend(self._model.backbone, narrowed, block=self._block)
 
-    def _log_p(self, ids: Sequence[int], rows: torch.Tensor, attend: SplitSAttend) -> torch.Tensor:
+    def _log_p(self, ids: Sequence[int], rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """float32 [N, rows]: ln p of the true tokens at `rows`, all of them masked at once, per candidate."""
         backbone, spec = self._model.backbone, self._model.spec
         truth = torch.tensor(list(ids))

@@ -18,6 +18,7 @@ from pdllm_rag.attention import block_masks, causal_block
 from pdllm_rag.context import Placed, gather
 from pdllm_rag.decoding import Canvas, CommitRule, DecodeRequest, DecodeStep, StaticKVDecoder, VanillaDecoder, static_kv
 from pdllm_rag.decoding.denoise import denoise
+from pdllm_rag.decoding.predictions import LogitRows
 from pdllm_rag.encoder import ChunkEncoder
 from pdllm_rag.models import LoadedModel, load_model
 from pdllm_rag.models.tokenizer import Prompt
@@ -113,10 +114,10 @@ def library_logits(model: LoadedModel, request: DecodeRequest, canvas_ids: torch
 
 
 def library_steps(model: LoadedModel, request: DecodeRequest, rule: CommitRule) -> Iterator[DecodeStep]:
-    def forward(_: Sequence[int], canvases: Sequence[Canvas]) -> list[torch.Tensor]:
+    def forward(_: Sequence[int], canvases: Sequence[Canvas]) -> list[LogitRows]:
         (canvas,) = canvases
         rows = canvas.prompt_len + canvas.open_rows() - int(model.spec.logit_shift)
-        return [library_logits(model, request, canvas.ids)[rows]]
+        return [LogitRows(library_logits(model, request, canvas.ids)[rows])]
 
     return denoise([request], forward, model.spec, rule)
 
@@ -170,7 +171,7 @@ def test_static_kv_logits_are_the_librarys_at_every_state_of_the_canvas(
         (ours,) = forward([0], [canvas])  # type: ignore[operator]
         theirs = library_logits(model, request, canvas.ids)[prompt_len + rows - int(model.spec.logit_shift)]
         largest = float(theirs[theirs.isfinite()].abs().max())  # about 10; float32 rounds there
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * largest)
+        torch.testing.assert_close(ours.logits, theirs, rtol=0, atol=1e-5 * largest)
         chosen = rows[::2] if state % 2 else rows
         canvas.commit(chosen, torch.tensor(random_ids(len(chosen), state)))
         if canvas.advance() is not None:

@@ -24,6 +24,7 @@ from pdllm_rag.decoding import (
     VanillaDecoder,
 )
 from pdllm_rag.decoding.denoise import denoise
+from pdllm_rag.decoding.predictions import LogitRows
 from pdllm_rag.encoder import ChunkEncoder
 from pdllm_rag.errors import NumericsError
 from pdllm_rag.models import LoadedModel
@@ -87,7 +88,7 @@ class OracleDecoder:
         context = torch.tensor([token for ids in request.chunk_ids for token in ids], dtype=torch.int64)
         places = [torch.arange(offset, offset + n) for offset, n in zip(request.placement.offsets, lens, strict=True)]
 
-        def forward(_: Sequence[int], canvases: Sequence[Canvas]) -> list[torch.Tensor]:
+        def forward(_: Sequence[int], canvases: Sequence[Canvas]) -> list[LogitRows]:
             (canvas,) = canvases
             start = request.placement.canvas_start
             positions = torch.cat([*places, torch.arange(start, start + len(canvas.ids))])
@@ -98,7 +99,7 @@ class OracleDecoder:
             if self.model.spec.logit_shift:  # row i-1 predicts token i
                 logits = torch.cat((logits[:1], logits[:-1]))
             answer_rows = logits[len(context) + canvas.prompt_len :]
-            return [answer_rows[canvas.masked]]
+            return [LogitRows(answer_rows[canvas.masked])]
 
         return denoise([request], forward, self.model.spec, self.rule)
 
@@ -203,8 +204,8 @@ def test_a_shorter_answer_is_a_prefix_of_the_longer_one(tiny_model: LoadedModel)
 
 
 def logits_decoder(model: LoadedModel, make_logits: object, max_new_tokens: int, rule: CommitRule) -> list[DecodeStep]:
-    def forward(_: Sequence[int], canvases: Sequence[Canvas]) -> list[torch.Tensor]:
-        return [make_logits(canvas) for canvas in canvases]  # type: ignore[operator]
+    def forward(_: Sequence[int], canvases: Sequence[Canvas]) -> list[LogitRows]:
+        return [LogitRows(make_logits(canvas)) for canvas in canvases]  # type: ignore[operator]
 
     request = DecodeRequest([5, 6], plan_offsets([], "sequential", chunk_len=1), max_new_tokens)
     return list(denoise([request], forward, model.spec, rule))

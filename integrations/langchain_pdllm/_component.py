@@ -72,7 +72,7 @@ class StoreComponent(BaseModel):
 
     store: Any
     model: str = "demo"
-    device: str = "cpu"
+    device: str = "auto"
 
     _handle: EngineHandle = PrivateAttr(default_factory=EngineHandle)
 

@@ -10,13 +10,14 @@ import torch
 
 from pdllm_rag.attention import causal_block
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
-from pdllm_rag.decoding.sampling import above_threshold, most_confident, propose, quota
+from pdllm_rag.decoding.predictions import Predictions
+from pdllm_rag.decoding.sampling import above_threshold, most_confident, quota
 from pdllm_rag.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-# Logits [M, V] at the open rows of each active canvas; gets the indices of the active sequences.
-Forward = Callable[[Sequence[int], Sequence[Canvas]], list[torch.Tensor]]
+# What the model says of the open rows of each active canvas; gets the indices of the active sequences.
+Forward = Callable[[Sequence[int], Sequence[Canvas]], Sequence[Predictions]]
 
 
 @dataclass(frozen=True)
@@ -67,38 +68,33 @@ def denoise(
             yield DecodeStep(index, (), (), (), nfe[index], "cancelled")
         if not active:
             return
-        logits = forward(active, [canvases[i] for i in active])
+        predictions = forward(active, [canvases[i] for i in active])
         still_active = []
-        for index, own_logits in zip(active, logits, strict=True):
+        for index, predicted in zip(active, predictions, strict=True):
             request, canvas = requests[index], canvases[index]
-            probe = _probe(own_logits, request.probe_ids) if nfe[index] == 0 else None
+            probe = predicted.mean_log_p(request.probe_ids) if nfe[index] == 0 else None
             nfe[index] += 1
             open_rows = canvas.open_rows()
-            proposal = propose(own_logits, temperature=request.sampling.temperature, generator=generators[index])
+            proposal = predicted.propose(request.sampling.temperature, generators[index])
             chosen = above_threshold(proposal.confidence, rule.threshold)
             if rule.steps is not None:
                 share = quota(len(open_rows), rule.steps - steps_in_block[index])
                 chosen |= most_confident(proposal.confidence, share)
-            rows, tokens = canvas.commit(open_rows[chosen], proposal.tokens[chosen])
+            picked = chosen.nonzero()[:, 0]
+            chosen_rows, chosen_tokens = open_rows[picked], proposal.tokens[picked]
+            rows, tokens = canvas.commit(chosen_rows, chosen_tokens)
             n_rows = len(canvas.masked)
             finished = canvas.advance()
             steps_in_block[index] = 0 if len(canvas.masked) > n_rows else steps_in_block[index] + 1
             if finished is None:
                 still_active.append(index)
-            confidence = {
-                (row, token): value
-                for row, token, value in zip(
-                    open_rows[chosen].tolist(),
-                    proposal.tokens[chosen].tolist(),
-                    proposal.confidence[chosen].tolist(),
-                    strict=True,
-                )
-            }
+            places = zip(chosen_rows.tolist(), chosen_tokens.tolist(), strict=True)
+            confidence = dict(zip(places, proposal.confidence[picked].tolist(), strict=True))
             yield DecodeStep(
                 index,
                 tuple(rows.tolist()),
                 tuple(tokens.tolist()),
-                tuple(confidence.get(pair, 1.0) for pair in zip(rows.tolist(), tokens.tolist(), strict=True)),
+                tuple(confidence.get(place, 1.0) for place in zip(rows.tolist(), tokens.tolist(), strict=True)),
                 nfe[index],
                 finished,
                 probe,
@@ -119,12 +115,3 @@ def _check_places(requests: Sequence[DecodeRequest], spec: ModelSpec, align: int
         end = max(end, start + Canvas.room(len(request.prompt_ids), request.max_new_tokens, family))
     if end > family.window:
         logger.warning("a canvas reaches %d positions; %s was made for %d", end, family.name, family.window)
-
-
-def _probe(logits: torch.Tensor, probe_ids: Sequence[int]) -> float | None:
-    """Mean ln p of the probe's tokens at the first rows, each on its own; None without a probe."""
-    ids = torch.tensor(list(probe_ids)[: len(logits)], dtype=torch.int64)
-    if not len(ids):
-        return None
-    rows = torch.log_softmax(logits[: len(ids)], dim=-1)
-    return float(rows.gather(1, ids[:, None]).mean())

@@ -17,11 +17,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from pdllm_rag.attends import SplitSAttend
-from pdllm_rag.attention import causal_block
-from pdllm_rag.context import Placed, gather
+from pdllm_rag.attends import split_s_attend
+from pdllm_rag.attention import causal_block, resolve
+from pdllm_rag.context import Placed, gather, rows_needed
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.denoise import CommitRule, denoise
+from pdllm_rag.decoding.graphed import GraphedRows, Shape, checked_out
+from pdllm_rag.decoding.predictions import LogitRows
+from pdllm_rag.models.backbone import Attend
+from pdllm_rag.models.fused import FusedBackbone
 from pdllm_rag.models.loader import LoadedModel
 
 
@@ -34,44 +38,80 @@ class StaticKVDecoder:
     def __init__(self, model: LoadedModel, rule: CommitRule | None = None, *, backend: str = "auto") -> None:
         self._model = model
         self._rule = rule or CommitRule()
-        self._backend = backend
+        backbone = model.backbone
+        self._backend = resolve(backend, backbone.device, backbone.dtype, backbone.head_dim)
+        self._block = causal_block(model.spec.family)
+
+    @property
+    def is_graphed(self) -> bool:
+        """Whether a step is replayed as a CUDA graph: with Triton, for dense bidirectional models of plain weights."""
+        return self._backend == "triton" and isinstance(self._model.backbone, FusedBackbone) and self._block is None
+
+    @property
+    def backend(self) -> str:
+        """The Split-S backend in use."""
+        return f"{self._backend}, graphed" if self.is_graphed else self._backend
 
     def steps(self, requests: Sequence[DecodeRequest]) -> Iterator[DecodeStep]:
         """See `Decoder.steps`."""
-        backbone, spec = self._model.backbone, self._model.spec
         for request in requests:
             if len(request.chunk_kv) != len(request.placement.offsets):
                 raise ValueError(
                     f"request has KV of {len(request.chunk_kv)} chunks for {len(request.placement.offsets)} places; "
                     "expected as many"
                 )
-        rooms = [Canvas.room(len(r.prompt_ids), r.max_new_tokens, spec.family) for r in requests]
-        block = causal_block(spec.family)
-        context = gather(
-            [Placed(tuple(r.chunk_kv), r.placement) for r in requests],
-            rooms,
-            backbone,
-        )
-        attend: SplitSAttend | None = None
+        rooms = [Canvas.room(len(r.prompt_ids), r.max_new_tokens, self._model.spec.family) for r in requests]
+        placed = [Placed(tuple(r.chunk_kv), r.placement) for r in requests]
+        if self.is_graphed and requests:
+            return self._graphed(requests, placed, rooms)
+        return self._eager(requests, placed, rooms)
+
+    def _eager(
+        self, requests: Sequence[DecodeRequest], placed: Sequence[Placed], rooms: Sequence[int]
+    ) -> Iterator[DecodeStep]:
+        backbone, spec = self._model.backbone, self._model.spec
+        context = gather(placed, rooms, backbone)
+        attend: Attend | None = None
         layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
-        def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[torch.Tensor]:
+        def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[LogitRows]:
             nonlocal attend, layout
             wanted = tuple(active), tuple(len(canvas.ids) for canvas in canvases)
             if attend is None or wanted != layout:
                 narrowed = context.narrowed(*wanted)
-                attend = SplitSAttend(backbone.rope, narrowed, block=block, backend=self._backend)
+                attend = split_s_attend(backbone, narrowed, block=self._block, backend=self._backend)
                 layout = wanted
             hidden = backbone.hidden(torch.cat([c.ids for c in canvases]).to(backbone.device), attend)
             return answer_logits(self._model, hidden, canvases)
 
         return denoise(requests, forward, spec, self._rule)
 
+    def _graphed(
+        self, requests: Sequence[DecodeRequest], placed: Sequence[Placed], rooms: Sequence[int]
+    ) -> Iterator[DecodeStep]:
+        backbone, spec = self._model.backbone, self._model.spec
+        assert isinstance(backbone, FusedBackbone)
+        n_context = rows_needed(placed, rooms) - sum(rooms)
+        shape = Shape.fitting(len(requests), max(rooms), n_context, spec.family.block_len)
+        with checked_out(backbone, spec.logit_shift, shape) as step:
+            context = gather(placed, rooms, backbone, into=step.buffers)
+            layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+            def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[GraphedRows]:
+                nonlocal layout
+                wanted = tuple(active), tuple(len(canvas.ids) for canvas in canvases)
+                if wanted != layout:
+                    step.arrange(active, context.narrowed(*wanted).sequences)
+                    layout = wanted
+                return step.run(active, canvases)
+
+            yield from denoise(requests, forward, spec, self._rule)
+
 
 def answer_logits(
     model: LoadedModel, hidden: torch.Tensor, canvases: Sequence[Canvas], before: Sequence[int] = ()
-) -> list[torch.Tensor]:
-    """float32 logits [M, V] on the CPU at each canvas's open rows, from packed hidden rows.
+) -> list[LogitRows]:
+    """Logits at each canvas's open rows, from packed hidden rows.
 
     Args:
         before: hidden rows of each sequence that lie before its canvas (a dense prompt's context).
@@ -84,4 +124,4 @@ def answer_logits(
         counts.append(len(open_rows))
         start += len(canvas.ids)
     logits = model.backbone.logits(hidden[torch.cat(rows).to(hidden.device)])
-    return list(torch.split(logits.cpu(), counts))
+    return [LogitRows(own) for own in torch.split(logits.cpu(), counts)]

@@ -17,6 +17,7 @@ from pdllm_rag.attends import DenseAttend
 from pdllm_rag.attention import block_masks, causal_block
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.denoise import CommitRule, denoise
+from pdllm_rag.decoding.predictions import LogitRows
 from pdllm_rag.decoding.static_kv import answer_logits
 from pdllm_rag.models.loader import LoadedModel
 
@@ -26,6 +27,7 @@ class VanillaDecoder:
 
     name = "vanilla"
     needs_kv = False
+    backend = "dense"
 
     def __init__(self, model: LoadedModel, rule: CommitRule | None = None) -> None:
         self._model = model
@@ -38,7 +40,7 @@ class VanillaDecoder:
         places = [_positions(r) for r in requests]
         block = causal_block(self._model.spec.family)
 
-        def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[torch.Tensor]:
+        def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[LogitRows]:
             ids, runs, lens = [], [], []
             for index, canvas in zip(active, canvases, strict=True):
                 start = requests[index].placement.canvas_start

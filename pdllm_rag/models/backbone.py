@@ -72,7 +72,18 @@ class Backbone:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits [M, V] of hidden rows [M, hidden]; the mask id and unused rows are -inf."""
-        logits: torch.Tensor = self.model.lm_head(hidden[None])[0].float()
+        return self.allowed(self.raw_logits(hidden))
+
+    @torch.inference_mode()
+    def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head's own output [M, V], in the compute dtype, for every id."""
+        raw: torch.Tensor = self.model.lm_head(hidden[None])[0]
+        return raw
+
+    @torch.inference_mode()
+    def allowed(self, raw: torch.Tensor) -> torch.Tensor:
+        """`raw_logits` as float32, with -inf at ids that are never an answer (float32 ones are changed in place)."""
+        logits = raw.float()
         logits[:, self.mask_id] = -torch.inf
         logits[:, self.forbidden_from :] = -torch.inf
         return logits

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from pdllm_rag.errors import ModelError, ModelFormatError
 from pdllm_rag.models import lora, packed, quantised, weights
 from pdllm_rag.models.backbone import Backbone
+from pdllm_rag.models.fused import backbone_for
 from pdllm_rag.models.hub import BUNDLED, locate
 from pdllm_rag.models.layout import Layout
 from pdllm_rag.models.precision import fastest_dtype
@@ -94,7 +95,7 @@ def load_model(
     Args:
         name: "demo", the folder of a checkpoint, or a hub id.
         revision: branch, tag or commit of a hub id.
-        device: a torch device.
+        device: a torch device; "auto" is the first GPU where torch sees one, else the CPU.
         dtype: compute dtype; None takes the faster of float32 and bfloat16 by `fastest_dtype`.
         device_map: instead of `device`, as transformers writes it; it must come down to one device.
         adapter: folder or hub id of a LoRA adapter, merged into the weights.
@@ -105,7 +106,7 @@ def load_model(
     """
     started = time.perf_counter()
     check_versions()
-    target = one_device(device, device_map)
+    target = check_seen(one_device(device, device_map))
     spec, tokenizer, config = read_spec(name, revision=revision)
     folder = locate(name, revision=revision)
     files = weight_files(folder)
@@ -124,7 +125,7 @@ def load_model(
     if adapter is not None:
         model, adapter_digest = lora.merge(model, layout, locate(adapter))
     model.requires_grad_(False).eval()
-    backbone = Backbone(model, rope, mask_id=spec.mask_id, forbidden_from=spec.n_tokens)
+    backbone = backbone_for(model, rope, mask_id=spec.mask_id, forbidden_from=spec.n_tokens)
     digest = weights_digest(files, config)
     logger.info("loaded %s (%s) in %.2f s", name, dtype, time.perf_counter() - started)
     return LoadedModel(spec, tokenizer, backbone, digest, adapter_digest)
@@ -149,7 +150,7 @@ def one_device(device: str, device_map: str | Mapping[str, Any] | None) -> torch
     """The device that `device_map`, or else `device`, names; "auto" is the first GPU where there is one.
 
     Raises:
-        ValueError: it names several.
+        ValueError: it names several, or one that torch does not know.
     """
     places = (
         {str(place) for place in device_map.values()} if isinstance(device_map, Mapping) else {device_map or device}
@@ -162,7 +163,20 @@ def one_device(device: str, device_map: str | Mapping[str, Any] | None) -> torch
     place = places.pop()
     if place == "auto":
         place = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(f"cuda:{place}" if place.isdecimal() else place)
+    try:
+        return torch.device(f"cuda:{place}" if place.isdecimal() else place)
+    except RuntimeError:
+        raise ValueError(f"device {place!r} is unknown; expected auto, cpu or cuda") from None
+
+
+def check_seen(device: torch.device) -> torch.device:
+    """The device as it is. Raises ValueError if it is a GPU and torch sees none."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device '{device}' was asked for and torch {torch.__version__} sees no GPU; install a CUDA build of "
+            "torch, or ask for auto or cpu"
+        )
+    return device
 
 
 def _load_modules(spec: ModelSpec, folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Layout]:

@@ -56,7 +56,7 @@ class PDLLMRetriever(BaseRetriever):
         *,
         store: str | PathLike[str] | ChunkStore,
         model: str = "demo",
-        device: str = "cpu",
+        device: str = "auto",
         similarity_top_k: int = 4,
         candidates: int | None = None,
         filter: dict[str, Any] | None = None,

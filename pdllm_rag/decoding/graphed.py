@@ -1,0 +1,229 @@
+"""A denoising step as a CUDA graph: captured once for a shape, replayed for every step and question of that shape.
+
+- a shape is a number of sequences, of canvas rows each, and of buffer rows for their context; what differs between
+  questions of one shape (tokens, places, which rows are whose) lies in tensors that the graph reads;
+- a step copies token ids to the device and, per answer row, one token and its probability back; which of them become
+  final is decided on the host, by the same rule as everywhere;
+- rows that a canvas does not have, and sequences that are finished, are computed and nobody reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+
+from pdllm_rag.attends import PackedSplitSAttend
+from pdllm_rag.attention import ChunkTable
+from pdllm_rag.attention.triton import Room
+from pdllm_rag.context import Context, SequenceLayout, buffers
+from pdllm_rag.decoding.base import Canvas
+from pdllm_rag.decoding.predictions import LogitRows
+from pdllm_rag.decoding.sampling import Proposal
+from pdllm_rag.models.fused import FusedBackbone
+from pdllm_rag.numerics import checked
+
+logger = logging.getLogger(__name__)
+
+ROWS_APART = 32  # canvas rows are rounded up to a multiple: fewer shapes to capture
+CONTEXT_APART = 1024  # and rows of context
+_CAPTURING = Lock()  # one capture at a time in a process
+MAX_IDLE = 4  # captured steps of one model that wait for a question of their shape
+
+
+class Shape(NamedTuple):
+    """What a captured step is made for.
+
+    canvas_rows: of each sequence. context_rows: of all sequences, canvases not counted. answer_rows: the last rows of a
+    canvas, whose tokens are predicted.
+    """
+
+    n_sequences: int
+    canvas_rows: int
+    context_rows: int
+    answer_rows: int
+
+    @classmethod
+    def fitting(cls, n_sequences: int, canvas_rows: int, context_rows: int, answer_rows: int) -> Shape:
+        """The smallest shape in use that holds these."""
+        return cls(n_sequences, _up(canvas_rows, ROWS_APART), _up(max(1, context_rows), CONTEXT_APART), answer_rows)
+
+
+class GraphedStep:
+    """One shape's step and its buffers, for one decode at a time.
+
+    Attributes:
+        buffers: k, v [Y, rows, G, D] that contexts are gathered into.
+
+    Raises:
+        ValueError: (`arrange`) a canvas or context does not fit the shape.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, backbone: FusedBackbone, logit_shift: bool, shape: Shape) -> None:
+        started = time.perf_counter()
+        self.shape = shape
+        self._backbone = backbone
+        self._shift = int(logit_shift)
+        device = backbone.device
+        n_rows = shape.n_sequences * shape.canvas_rows
+        n_predicted = shape.n_sequences * shape.answer_rows
+        n_buffer = shape.context_rows + n_rows
+        self.buffers = buffers(backbone, n_buffer)
+        pinned = device.type == "cuda"
+        self._ids = torch.zeros(n_rows, dtype=torch.int64, device=device)
+        self._ids_host = torch.zeros(n_rows, dtype=torch.int64, pin_memory=pinned)
+        self._predicting = torch.zeros(n_predicted, dtype=torch.int64, device=device)
+        self._found_host = torch.zeros(n_predicted, 3, dtype=torch.int32, pin_memory=pinned)
+        context = Context(*self.buffers, tuple(self._layout_of(index) for index in range(shape.n_sequences)))
+        self._attend = PackedSplitSAttend(backbone, context)
+        attention = self._attend.attention
+        n_blocks = n_buffer // attention.tiles.block_n + 4 * shape.n_sequences
+        attention.reserve(Room(n_rows, shape.canvas_rows, attention.n_splits * shape.n_sequences, n_blocks))
+        self._graph = self._captured() if device.type == "cuda" else None
+        logger.info("captured a denoising step of %s in %.2f s", shape, time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def arrange(self, active: Sequence[int], layouts: Sequence[SequenceLayout]) -> None:
+        """Say which sequences are computed, and where their keys lie in `buffers`.
+
+        Args:
+            active: their numbers, each below the shape's `n_sequences`.
+        """
+        rows, answers = self.shape.canvas_rows, self.shape.answer_rows
+        if any(layout.n_rows > rows for layout in layouts):
+            raise ValueError(f"canvases of {[one.n_rows for one in layouts]} rows in a step captured for {rows} each")
+        slots = torch.full((self.shape.n_sequences * rows,), -1, dtype=torch.int32)
+        positions = torch.zeros(len(slots), dtype=torch.int64)
+        predicting = torch.zeros(self.shape.n_sequences * answers, dtype=torch.int64)
+        for index, layout in zip(active, layouts, strict=True):
+            own = slice(index * rows, index * rows + layout.n_rows)
+            slots[own] = torch.arange(layout.canvas_row, layout.canvas_row + layout.n_rows, dtype=torch.int32)
+            positions[own] = layout.positions()
+            window = index * rows + torch.arange(layout.n_rows - answers, layout.n_rows) - self._shift
+            predicting[index * answers : (index + 1) * answers] = window.clamp(min=index * rows)
+        turn = self._attend.turn
+        cos, sin = self._backbone.rope.tables(positions.to(self._backbone.device))
+        turn.cos.copy_(cos)
+        turn.sin.copy_(sin)
+        turn.slots.copy_(slots)
+        self._predicting.copy_(predicting)
+        self._attend.attention.refill(
+            [layout.table for layout in layouts], [i * rows for i in active], [layout.n_rows for layout in layouts]
+        )
+
+    @torch.inference_mode()
+    def run(self, active: Sequence[int], canvases: Sequence[Canvas]) -> list[GraphedRows]:
+        """One forward pass over the canvases of the active sequences."""
+        rows, answers = self.shape.canvas_rows, self.shape.answer_rows
+        for index, canvas in zip(active, canvases, strict=True):
+            self._ids_host[index * rows : index * rows + len(canvas.ids)] = canvas.ids
+        self._ids.copy_(self._ids_host, non_blocking=True)
+        if self._graph is None:
+            self._compute()
+        else:
+            self._graph.replay()
+        self._found_host.copy_(self._found, non_blocking=True)
+        if self._graph is not None:
+            torch.cuda.current_stream(self._backbone.device).synchronize()
+        found = []
+        for index, canvas in zip(active, canvases, strict=True):
+            first = index * answers + canvas.prompt_len + answers - len(canvas.ids)  # of answer row 0
+            found.append(GraphedRows(self, first + canvas.open_rows()))
+        return found
+
+    def _layout_of(self, index: int) -> SequenceLayout:
+        """Any valid one: lengths as large as the shape allows, so that the choice of parts fits the largest case."""
+        rows, n_context = self.shape.canvas_rows, self.shape.context_rows // self.shape.n_sequences
+        canvas_row = self.shape.context_rows + index * rows
+        table = ChunkTable.of([(index * n_context, n_context, 0), (canvas_row, rows, 0)])
+        return SequenceLayout(table, canvas_row, rows, 0)
+
+    def _compute(self) -> None:
+        hidden = self._backbone.hidden(self._ids, self._attend)
+        self.raw = self._backbone.raw_logits(hidden[self._predicting])
+        self._found = self._backbone.proposals(self.raw)
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        cuda: Any = torch.cuda
+        here = cuda.current_stream(self._backbone.device)
+        stream = cuda.Stream(self._backbone.device)
+        stream.wait_stream(here)
+        with cuda.stream(stream):  # compiles the kernels, and lets the libraries choose theirs
+            for _ in range(2):
+                self._compute()
+        here.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may load chunks meanwhile
+            self._compute()
+        return graph
+
+    @property
+    def found(self) -> torch.Tensor:
+        """int32 [answer rows, 3] of the latest step, on the host (see `FusedBackbone.proposals`)."""
+        return self._found_host
+
+    @torch.inference_mode()
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [M, V] of the latest step, on the CPU."""
+        return self._backbone.allowed(self.raw[rows.to(self.raw.device)]).cpu()
+
+
+class GraphedRows:
+    """What the latest step says of the open rows of one canvas. Valid until the next step.
+
+    Args:
+        rows: int64 [M], their numbers among the step's answer rows.
+    """
+
+    def __init__(self, step: GraphedStep, rows: torch.Tensor) -> None:
+        self._step = step
+        self._rows = rows
+        self._found = step.found[rows]
+
+    def propose(self, temperature: float, generator: torch.Generator) -> Proposal:
+        """See `Predictions.propose`; above temperature 0 the logits come to the CPU, where the generator is.
+
+        Raises:
+            NumericsError: the logits are not finite.
+        """
+        if temperature:
+            return LogitRows(self._step.logits(self._rows)).propose(temperature, generator)
+        checked(self._found[:, 2].contiguous().view(torch.float32))
+        return Proposal(self._found[:, 0].long(), self._found[:, 1].contiguous().view(torch.float32))
+
+    def mean_log_p(self, ids: Sequence[int]) -> float | None:
+        """See `Predictions.mean_log_p`."""
+        return LogitRows(self._step.logits(self._rows[: len(ids)])).mean_log_p(ids) if ids else None
+
+
+@contextmanager
+def checked_out(backbone: FusedBackbone, logit_shift: bool, shape: Shape) -> Iterator[GraphedStep]:
+    """A captured step of this shape, for the caller alone; kept for the next one afterwards."""
+    key = (shape, logit_shift)
+    with backbone.captures_lock:
+        waiting = backbone.captures.get(key)
+        step = waiting.pop() if waiting else None
+    if step is None:
+        with _CAPTURING:
+            step = GraphedStep(backbone, logit_shift, shape)
+    try:
+        yield step
+    finally:
+        with backbone.captures_lock:
+            idle = backbone.captures
+            idle[key] = [*idle.pop(key, []), step]  # last is the one used last
+            while sum(map(len, idle.values())) > MAX_IDLE:
+                oldest = next(iter(idle))
+                idle[oldest].pop(0)
+                if not idle[oldest]:
+                    del idle[oldest]
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
