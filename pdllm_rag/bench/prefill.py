@@ -33,6 +33,7 @@ def bench_prefill(
     chunk_len: int = 256,
     repeat: int = 10,
     kv_dtype: KVDtype = "bfloat16",
+    folder: str | None = None,
 ) -> dict[str, Any]:
     """Measure the encoding of random chunks.
 
@@ -40,6 +41,7 @@ def bench_prefill(
         batch: chunks of one forward.
         chunk_len: tokens of a chunk, BOS included.
         repeat: counted repetitions.
+        folder: where the store is made, and removed again; None for the system's own.
 
     Raises:
         ValueError: a size below 1 (chunk_len: 2).
@@ -66,8 +68,8 @@ def bench_prefill(
         for encoded in encoder.batches(next(stored)):
             written.append(store.put(fingerprint, encoded))
 
-    with tempfile.TemporaryDirectory(prefix="pdllm-bench-") as folder:
-        store = LMDBStore.open(folder, kv_dtype=kv_dtype)
+    with tempfile.TemporaryDirectory(prefix="pdllm-bench-", dir=folder) as temporary:
+        store = LMDBStore.open(temporary, kv_dtype=kv_dtype)
         try:
             store.register(fingerprint)
             ms = take_turns({"transformers": forward, "ours": encode, "written": write}, repeat, device=backbone.device)

@@ -20,7 +20,7 @@ from pdllm_rag.cli.console import (
     visible_name,
     write_json,
 )
-from pdllm_rag.cli.opening import add_store, open_engine
+from pdllm_rag.cli.opening import add_model, add_store, open_engine
 from pdllm_rag.cli.options import LOADS, add_asking, asking_options
 from pdllm_rag.cli.values import positive_int, seed, temperature
 
@@ -44,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default="store",
         help="read chunk KV from the store, or compute it again where that is faster (default: store)",
     )
-    parser.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
+    add_model(parser)
     parser.add_argument(
         "--filter",
         type=_key_value,

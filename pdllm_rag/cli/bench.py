@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
-from pdllm_rag.cli.console import byte_size, notes, on_terminal, print_table, results, table, write_json
-from pdllm_rag.cli.opening import add_store, open_engine
+from pdllm_rag.cli import bench_attention, bench_decode, bench_prefill
+from pdllm_rag.cli.bench_report import model_subject, quartiles, report, waiting
+from pdllm_rag.cli.console import byte_size, table
+from pdllm_rag.cli.opening import add_model, add_store, open_engine
 from pdllm_rag.cli.prefill import KV_DTYPES
 from pdllm_rag.cli.values import positive_int
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from rich.table import Table
 
 N_QUESTIONS = 20
@@ -42,7 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "context anew at each denoising step.",
     )
     add_store(query, help="folder of the store that is asked", may_read_only=True)
-    query.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
+    add_model(query)
     query.add_argument(
         "--questions",
         metavar="FILE",
@@ -51,20 +50,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     query.add_argument("--repeat", type=positive_int, default=5, metavar="N", help="repetitions (default: 5)")
     query.add_argument("--json", action="store_true", help="print one JSON object")
     query.set_defaults(run=run_query)
-    prefill = benches.add_parser(
-        "prefill",
-        help="encoding chunks, against transformers' forward",
-        description="Tokens per second of encoding chunks, against transformers' own forward of the same "
-        "weights and batch, and of encoding and writing them to a store.",
-    )
-    prefill.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
-    prefill.add_argument("--batch", type=positive_int, default=4, metavar="N", help="chunks a batch (default: 4)")
-    prefill.add_argument(
-        "--chunk-len", type=positive_int, default=256, metavar="N", help="tokens of a chunk (default: 256)"
-    )
-    prefill.add_argument("--repeat", type=positive_int, default=10, metavar="N", help="repetitions (default: 10)")
-    prefill.add_argument("--json", action="store_true", help="print one JSON object")
-    prefill.set_defaults(run=run_prefill)
+    bench_prefill.add_parser(benches)
+    bench_attention.add_parser(benches)
+    bench_decode.add_parser(benches)
     _add_store_bench(benches)
 
 
@@ -106,23 +94,12 @@ def run_query(args: argparse.Namespace) -> int:
     questions = [row.text for row in rows if row.kind == "answerable" and row.context is None][:N_QUESTIONS]
     if rows and not questions:
         raise ValueError(f"{args.questions} holds no answerable question that is asked over a store")
-    with open_engine(args) as engine, _waiting(args):
+    with open_engine(args) as engine, waiting(args):
         figures = bench_query(engine, questions, repeat=args.repeat)
     tables = [_query_table(figures)]
     if figures["asks"]:
         tables.append(_asks_table(figures["asks"]))
-    _report(args, figures, tables)
-    return 0
-
-
-def run_prefill(args: argparse.Namespace) -> int:
-    """Measure the encoding of chunks and report."""
-    from pdllm_rag.bench.prefill import bench_prefill
-    from pdllm_rag.models import load_model
-
-    with _waiting(args):
-        figures = bench_prefill(load_model(args.model), batch=args.batch, chunk_len=args.chunk_len, repeat=args.repeat)
-    _report(args, figures, [_prefill_table(figures)])
+    report(args, figures, tables, model_subject(figures))
     return 0
 
 
@@ -141,39 +118,15 @@ def run_store(args: argparse.Namespace) -> int:
         threads=args.threads,
         n_metas=args.metas,
     )
-    with _waiting(args):
+    with waiting(args):
         figures = bench_store(shapes, folder=args.dir, repeat=args.repeat)
     sections = [figures["write"], figures["warm"], figures["cold"], *figures["codec"].values()]
-    _report(args, figures, [*map(_section_table, sections), _growth_table(figures["tables"])])
+    report(args, figures, [*map(_section_table, sections), _growth_table(figures["tables"])], _subject(figures))
     return 0
 
 
-def _waiting(args: argparse.Namespace) -> AbstractContextManager[object]:
-    console = notes()
-    return console.status("Measuring") if on_terminal(sys.stderr) and not args.json else console
-
-
-def _report(args: argparse.Namespace, figures: dict[str, Any], tables: list[Table]) -> None:
-    if args.json:
-        write_json(figures)
-        return
-    console = results()
-    for part in tables:
-        print_table(console, part)
-        console.print()
-    machine = figures["machine"]
-    units = ", AVX512-BF16" * machine["avx512_bf16"] + ", AMX" * machine["amx"]
-    console.print(
-        f"{_subject(figures)}; {machine['cpu']}, {machine['cores']} cores{units}; "
-        f"torch {machine['torch']}, transformers {machine['transformers']}; "
-        f"{figures['repeat']} repetitions in turns"
-    )
-
-
 def _subject(figures: dict[str, Any]) -> str:
-    machine, shapes = figures["machine"], figures["shapes"]
-    if "model" in figures:
-        return f"{figures['model']} in {machine['dtype']} on {machine['device']}, {machine['threads']} threads"
+    shapes = figures["shapes"]
     sizes = f"{shapes['n_layers']} layers of {shapes['n_kv_heads']} x {shapes['head_dim']}"
     return f"{shapes['n_chunks']} chunks of {shapes['chunk_len']} tokens, {sizes}, in {shapes['kv_dtype']}"
 
@@ -184,9 +137,9 @@ def _section_table(section: dict[str, Any]) -> Table:
     rows = table(*headers, right=headers[1:])
     for name, side in section["sides"].items():
         share = side["of_limit"]
-        of_limit = ("the limit", "") if name == section["limit"] else (f"{share['median']:.2f}", _quartiles(share, 2))
+        of_limit = ("the limit", "") if name == section["limit"] else (f"{share['median']:.2f}", quartiles(share, 2))
         speed = f"{side['gb_per_s']['median']:.2f}"
-        rows.add_row(side["what"], f"{side['ms']['median']:.1f}", _quartiles(side["ms"], 1), speed, *of_limit)
+        rows.add_row(side["what"], f"{side['ms']['median']:.1f}", quartiles(side["ms"], 1), speed, *of_limit)
     if "bytes_per_1k_tokens" in section:
         rows.add_row(f"{byte_size(section['bytes_per_1k_tokens'])} per 1,000 tokens", "", "", "", "", "")
     if known := [side["resident"]["median"] for side in section["sides"].values() if side["resident"]]:
@@ -199,7 +152,7 @@ def _growth_table(growth: dict[str, Any]) -> Table:
     rows = table(*headers, right=headers[1:])
     for side in growth["sides"].values():
         memory = [f"{side[f'{kind}_bytes_per_chunk']:.0f} bytes" for kind in ("peak", "own")]
-        rows.add_row(side["what"], f"{side['ms']['median']:.1f}", _quartiles(side["ms"], 1), *memory)
+        rows.add_row(side["what"], f"{side['ms']['median']:.1f}", quartiles(side["ms"], 1), *memory)
     return rows
 
 
@@ -219,9 +172,9 @@ def _query_table(figures: dict[str, Any]) -> Table:
             size = f" over {side['context_tokens']} tokens" if "context_tokens" in side else ""
             ratio = ("", "")
             if place == "divisor":
-                ratio = (f"{part['ratio']['median']:.2f}", _quartiles(part["ratio"], 2))
+                ratio = (f"{part['ratio']['median']:.2f}", quartiles(part["ratio"], 2))
             name = f"{label}: {side['name']}{size}{unit}"
-            rows.add_row(name, f"{side['ms']['median']:.1f}", _quartiles(side["ms"], 1), *ratio)
+            rows.add_row(name, f"{side['ms']['median']:.1f}", quartiles(side["ms"], 1), *ratio)
     return rows
 
 
@@ -229,25 +182,6 @@ def _asks_table(asks: dict[str, Any]) -> Table:
     title = f"{asks['n_questions']} questions, KV in memory"
     rows = table(title, "median", "quartiles", right=("median", "quartiles"))
     for phase, spread in asks["ms"].items():
-        rows.add_row(f"{phase.replace('_', ' ')} ms", f"{spread['median']:.1f}", _quartiles(spread, 1))
-    rows.add_row("forward passes", f"{asks['nfe']['median']:.0f}", _quartiles(asks["nfe"], 0))
+        rows.add_row(f"{phase.replace('_', ' ')} ms", f"{spread['median']:.1f}", quartiles(spread, 1))
+    rows.add_row("forward passes", f"{asks['nfe']['median']:.0f}", quartiles(asks["nfe"], 0))
     return rows
-
-
-def _prefill_table(figures: dict[str, Any]) -> Table:
-    shapes, encode, write = figures["shapes"], figures["encode"], figures["write"]
-    size = f"{shapes['batch']} chunks of {shapes['chunk_len']} tokens"
-    headers = (size, "tokens/s", "quartiles", "ratio", "quartiles")
-    rows = table(*headers, right=headers[1:])
-    theirs, ours = encode["dividend"]["tokens_per_s"], encode["divisor"]["tokens_per_s"]
-    rows.add_row("transformers' forward", f"{theirs['median']:.0f}", _quartiles(theirs, 0), "", "")
-    ratio = f"{encode['ratio']['median']:.2f}", _quartiles(encode["ratio"], 2)
-    rows.add_row("ours, KV captured", f"{ours['median']:.0f}", _quartiles(ours, 0), *ratio)
-    speed = write["tokens_per_s"]
-    label = f"ours, written to disk ({write['mib_per_s']['median']:.1f} MiB/s)"
-    rows.add_row(label, f"{speed['median']:.0f}", _quartiles(speed, 0), "", "")
-    return rows
-
-
-def _quartiles(spread: dict[str, float], digits: int) -> str:
-    return f"{spread['q1']:.{digits}f} to {spread['q3']:.{digits}f}"

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from pdllm_rag.cli import prefill
 from pdllm_rag.cli.console import byte_size, on_terminal, print_table, progress_bar, results, table, write_json
-from pdllm_rag.cli.opening import add_store, is_store_given, open_engine
+from pdllm_rag.cli.opening import add_model, add_store, is_store_given, open_engine
 from pdllm_rag.cli.options import add_asking, asking_options
 from pdllm_rag.cli.values import positive_int
 
@@ -55,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     qa.add_argument("--data", required=True, metavar="FILE", help="questions, one JSON object per line")
     about = "folder of the store; not needed if every row has a context"
     add_store(qa, help=about, required=False, may_read_only=True)
-    qa.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
+    add_model(qa)
     add_asking(qa)
     qa.add_argument("--limit", type=positive_int, metavar="N", help="ask only the first N questions")
     qa.add_argument("--details", metavar="FILE", help="write each outcome there, one JSON object per line")
@@ -69,7 +69,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     reuse.add_argument("--documents", nargs="+", default=[DOCUMENTS], metavar="PATH", help=f"(default: {DOCUMENTS})")
     reuse.add_argument("--questions", default=QUESTIONS, metavar="FILE", help=f"as for qa (default: {QUESTIONS})")
-    reuse.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
+    add_model(reuse)
     reuse.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -102,7 +102,7 @@ def run_qa(args: argparse.Namespace) -> int:
         raise ValueError("--store is missing and not every question brings its context; expected a store's folder")
     with ExitStack() as stack:
         details = stack.enter_context(open(args.details, "w", encoding="utf-8")) if args.details else None
-        opened = open_engine(args) if has_store else RagEngine.open(MemoryStore(), args.model)
+        opened = open_engine(args) if has_store else RagEngine.open(MemoryStore(), args.model, device=args.device)
         engine = stack.enter_context(opened)
         outcomes = _ask(engine, questions, options, details, live=on_terminal(sys.stderr) and not args.json)
         figures = {
@@ -136,7 +136,7 @@ def run_reuse(args: argparse.Namespace) -> int:
     questions = read_questions(args.questions, limit=args.limit)
     options = asking_options(args)
     kv_dtypes = args.kv_dtype or KV_DTYPES
-    model = load_model(args.model, dtype=getattr(torch, args.dtype))
+    model = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype))
     with progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
         task = bar.add_task("Asking", total=len(questions) * len({"float32", *kv_dtypes}))
         by_dtype = compare_dtypes(

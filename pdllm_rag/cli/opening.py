@@ -44,6 +44,17 @@ def add_store(
     )
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add `--model` and `--device`."""
+    parser.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="DEVICE",
+        help="where the model computes: auto (the first GPU if there is one), cpu or cuda (default: auto)",
+    )
+
+
 def is_store_given(args: argparse.Namespace) -> bool:
     """Whether `--store` was given, where it need not be.
 
@@ -86,6 +97,7 @@ def open_engine(
     return RagEngine.open(
         args.store,
         args.model,
+        device=args.device,
         create=create,
         kv_dtype=kv_dtype,
         chunk_len=chunk_len,

@@ -34,7 +34,7 @@ from pdllm_rag.cli.console import (
     visible,
     write_json,
 )
-from pdllm_rag.cli.opening import add_store, open_engine
+from pdllm_rag.cli.opening import add_model, add_store, open_engine
 from pdllm_rag.cli.values import positive_int, size
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="file, folder or pattern ('docs/**/*.md')")
     add_store(parser, help="folder of the store, made if need be")
-    parser.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
+    add_model(parser)
     parser.add_argument(
         "--chunk-len", type=positive_int, metavar="N", help="tokens of a chunk (default: the model family's)"
     )

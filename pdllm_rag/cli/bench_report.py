@@ -1,0 +1,91 @@
+"""How benchmarks report: one JSON object, or tables and the machine; and pictures where they are asked for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdllm_rag.cli.console import notes, on_terminal, print_table, results, write_json
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+    from rich.table import Table
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_output(parser: argparse.ArgumentParser, *, plots: str | None = None) -> None:
+    """Add `--json`, and `--plot` where there is something to draw."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    if plots is not None:
+        parser.add_argument("--plot", metavar="FILE.png", help=f"draw {plots} (needs matplotlib)")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add `--device`."""
+    parser.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="cpu or cuda (default: cuda where torch sees a GPU, else cpu)",
+    )
+
+
+def chosen_device(name: str | None) -> torch.device:
+    """The device of a command line.
+
+    Raises:
+        ValueError: it is none, or torch does not see it.
+    """
+    from pdllm_rag.models.loader import check_seen, one_device
+
+    device = check_seen(one_device(name or "auto", None))
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}; expected cpu or cuda")
+    return device
+
+
+def waiting(args: argparse.Namespace) -> AbstractContextManager[object]:
+    """A sign on a terminal's stderr that something is measured."""
+    console = notes()
+    return console.status("Measuring") if on_terminal(sys.stderr) and not args.json else console
+
+
+def report(args: argparse.Namespace, figures: dict[str, Any], tables: list[Table], subject: str) -> None:
+    """Print figures as JSON, or tables of them and below what was measured on which machine."""
+    if args.json:
+        write_json(figures)
+        return
+    console = results()
+    for part in tables:
+        print_table(console, part)
+        console.print()
+    machine = figures["machine"]
+    units = ", AVX512-BF16" * machine["avx512_bf16"] + ", AMX" * machine["amx"]
+    versions = f"torch {machine['torch']}, transformers {machine['transformers']}"
+    versions += "".join(f", {name} {machine[name]}" for name in ("triton", "cuda") if machine.get(name))
+    console.print(
+        f"{subject}; {machine['cpu']}, {machine['cores']} cores{units}; {versions}; "
+        f"{figures['repeat']} repetitions in turns"
+    )
+
+
+def model_subject(figures: dict[str, Any]) -> str:
+    """The model of figures, its compute dtype and where it ran."""
+    machine = figures["machine"]
+    return f"{figures['model']} in {machine['dtype']} on {machine['device']}, {machine['threads']} threads"
+
+
+def save(path: str | None, figures: dict[str, Any]) -> None:
+    """Write figures to a file, if there is to be one; a run that is cut short leaves what it had."""
+    if path is not None:
+        Path(path).write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def quartiles(spread: dict[str, float], digits: int) -> str:
+    """The quartiles of a spread, for a table."""
+    return f"{spread['q1']:.{digits}f} to {spread['q3']:.{digits}f}"
