@@ -46,6 +46,17 @@ class Context:
     v: torch.Tensor
     sequences: tuple[SequenceLayout, ...]
 
+    def side_by_side(self, copies: int) -> Context:
+        """The same buffers with every canvas cut into `copies` equal ones over the same chunks, copy after copy."""
+        layouts = []
+        for copy in range(copies):
+            for layout in self.sequences:
+                n_rows = layout.n_rows // copies
+                first = layout.canvas_row + copy * n_rows
+                table = ChunkTable.of([*[*layout.table.runs()][:-1], (first, n_rows, 0)])
+                layouts.append(layout._replace(table=table, canvas_row=first, n_rows=n_rows))
+        return Context(self.k, self.v, tuple(layouts))
+
     def narrowed(self, kept: Sequence[int], canvas_lens: Sequence[int]) -> Context:
         """The same buffers for some of the sequences, with canvases of other lengths within their room."""
         layouts = []

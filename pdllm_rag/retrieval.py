@@ -29,7 +29,7 @@ from pdllm_rag.support import says_nothing
 
 DRAFT_CHUNKS = 2
 MIN_FOR_MARGIN = 4  # a median of fewer candidates says little about what an unrelated chunk scores
-SCORED_AT_ONCE = 16  # candidates whose KV is gathered together
+SCORED_AT_ONCE = 32  # candidates whose KV is gathered together
 
 
 class Selection(NamedTuple):
@@ -107,6 +107,7 @@ class Retriever:
                     question,
                     kvs[start : start + SCORED_AT_ONCE],
                     draft_len=self.scoring.draft_len if weight else 0,
+                    at_once=self.scoring.groups,
                 )
                 for start in range(0, len(kvs), SCORED_AT_ONCE)
             ]

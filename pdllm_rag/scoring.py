@@ -24,11 +24,12 @@ from pdllm_store import ChunkKV
 from pdllm_rag.attends import split_s_attend
 from pdllm_rag.attention import causal_block
 from pdllm_rag.context import Placed, gather
-from pdllm_rag.models.backbone import Attend
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.models.tokenizer import Prompt
 from pdllm_rag.numerics import log_partition
 from pdllm_rag.placement import plan_offsets
+
+ROWS_AT_ONCE = 4096  # of one pass
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class CandidateScorer:
     Args:
         candidates: KV of each candidate, [Y, T, G, D].
         draft_len: most draft tokens that `s_p` will be asked for.
+        at_once: masked groups that one pass of `s_i` covers; the results are the same.
 
     Raises:
         ValueError: no candidates, or a question without words.
@@ -72,6 +74,7 @@ class CandidateScorer:
         candidates: Sequence[ChunkKV],
         *,
         draft_len: int = 0,
+        at_once: int = 1,
     ) -> None:
         if not candidates or not question.content:
             raise ValueError(
@@ -82,47 +85,51 @@ class CandidateScorer:
         self._question = question
         self._n = len(candidates)
         self._block = causal_block(model.spec.family)
-        self._context = gather(
-            [
-                Placed((kv,), plan_offsets([kv.k.shape[1]], "sequential", chunk_len=0, multiple=self._block or 1))
-                for kv in candidates
-            ],
-            [len(question.ids) + draft_len] * self._n,
-            model.backbone,
-        )
+        room = len(question.ids) + draft_len
+        self._at_once = max(1, min(at_once, ROWS_AT_ONCE // (room * self._n)))
+        placed = [
+            Placed((kv,), plan_offsets([kv.k.shape[1]], "sequential", chunk_len=0, multiple=self._block or 1))
+            for kv in candidates
+        ]
+        context = gather(placed, [room * self._at_once] * self._n, model.backbone)
+        self._context = context.side_by_side(self._at_once)
 
     @torch.inference_mode()
     def s_i(self, groups: int) -> torch.Tensor:
         """float32 [N]: mean ln p of the question's tokens, hidden in `groups` groups (0: each alone)."""
         content = self._question.content
         n_groups = min(groups or len(content), len(content))
-        attend = self._attend(len(self._question.ids))
         total = torch.zeros(self._n)
-        for group in range(n_groups):
-            total += self._log_p(self._question.ids, torch.tensor(content[group::n_groups]), attend).sum(dim=1)
+        for first in range(0, n_groups, self._at_once):
+            some = range(first, min(first + self._at_once, n_groups))
+            hidden_rows = [torch.tensor(content[group::n_groups]) for group in some]
+            total += sum(found.sum(dim=1) for found in self._log_p(self._question.ids, hidden_rows))
         return total / len(content)
 
     @torch.inference_mode()
     def s_p(self, draft: Sequence[int]) -> torch.Tensor:
         """float32 [N]: mean ln p of a draft's tokens, all hidden at once behind the whole question."""
         ids = (*self._question.ids, *draft)
-        rows = torch.arange(len(self._question.ids), len(ids))
-        return self._log_p(ids, rows, self._attend(len(ids))).mean(dim=1)
+        (found,) = self._log_p(ids, [torch.arange(len(self._question.ids), len(ids))])
+        return found.mean(dim=1)
 
-    def _attend(self, n_rows: int) -> Attend:
-        narrowed = self._context.narrowed(range(self._n), [n_rows] * self._n)
-        return split_s_attend(self._model.backbone, narrowed, block=self._block)
-
-    def _log_p(self, ids: Sequence[int], rows: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """float32 [N, rows]: ln p of the true tokens at `rows`, all of them masked at once, per candidate."""
+    def _log_p(self, ids: Sequence[int], hidden_rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """float32 [N, rows] for each set of rows: ln p of the true tokens there, all of the set masked at once."""
         backbone, spec = self._model.backbone, self._model.spec
         truth = torch.tensor(list(ids))
-        masked = truth.clone()
-        masked[rows] = spec.mask_id
-        hidden = backbone.hidden(masked.repeat(self._n).to(backbone.device), attend)
-        predicting = rows - int(spec.logit_shift)
-        hidden = hidden.view(self._n, len(truth), -1)[:, predicting.to(hidden.device)]
-        logits = backbone.logits(hidden.reshape(self._n * len(rows), -1))
-        targets = truth[rows].repeat(self._n)[:, None].to(logits.device)
-        log_p = logits.gather(1, targets)[:, 0] - log_partition(logits)
-        return log_p.view(self._n, len(rows)).cpu()
+        masked = truth.repeat(len(hidden_rows), 1)
+        for copy, rows in enumerate(hidden_rows):
+            masked[copy, rows] = spec.mask_id
+        n_sequences = len(hidden_rows) * self._n
+        context = self._context.narrowed(range(n_sequences), [len(truth)] * n_sequences)
+        attend = split_s_attend(backbone, context, block=self._block)
+        hidden = backbone.hidden(masked.repeat_interleave(self._n, dim=0).flatten().to(backbone.device), attend)
+        hidden = hidden.view(len(hidden_rows), self._n, len(truth), -1)
+        found = []
+        for own, rows in zip(hidden, hidden_rows, strict=True):
+            predicting = (rows - int(spec.logit_shift)).to(own.device)
+            logits = backbone.logits(own[:, predicting].flatten(0, 1))
+            targets = truth[rows].repeat(self._n)[:, None].to(logits.device)
+            log_p = logits.gather(1, targets)[:, 0] - log_partition(logits)
+            found.append(log_p.view(self._n, len(rows)))
+        return [one.cpu() for one in found]

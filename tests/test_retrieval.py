@@ -6,12 +6,13 @@ import unicodedata
 
 import pytest
 import torch
-from pdllm_store import MemoryStore
+from pdllm_store import ChunkKV, MemoryStore
 
 from pdllm_rag import InputDocument, LoadedModel, RagEngine, ScoringOptions
 from pdllm_rag.attends import DenseAttend
 from pdllm_rag.clock import Clock
 from pdllm_rag.first_stage import BM25Index, folded
+from pdllm_rag.models.tokenizer import Prompt
 from pdllm_rag.scoring import CandidateScorer
 from pdllm_rag.support import support_probability
 
@@ -243,3 +244,17 @@ def test_query_syntax_is_only_text(tiny_model: LoadedModel) -> None:
 
 def test_folding_keeps_words_apart() -> None:
     assert folded("Größe—und: 12,5 kg").split() == ["grösse", "und", "12", "5", "kg"]
+
+
+def test_groups_that_are_scored_side_by_side_score_the_same(tiny_model: LoadedModel) -> None:
+    question = Prompt(tuple(range(20, 31)), range(2, 9))
+    generator = torch.Generator().manual_seed(2)
+    one = tiny_model.backbone
+    candidates = [
+        ChunkKV(*torch.randn(2, one.n_layers, n, one.n_kv_heads, one.head_dim, generator=generator)) for n in (9, 30, 4)
+    ]
+    apart = CandidateScorer(tiny_model, question, candidates, draft_len=3)
+    for groups in (1, 2, 3, 0):
+        together = CandidateScorer(tiny_model, question, candidates, draft_len=3, at_once=2)
+        torch.testing.assert_close(together.s_i(groups), apart.s_i(groups), rtol=0, atol=1e-5)
+        torch.testing.assert_close(together.s_p([9, 10]), apart.s_p([9, 10]), rtol=0, atol=1e-5)

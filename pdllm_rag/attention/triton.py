@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -173,6 +173,13 @@ class SplitAttention:
         self._tables.row_items.copy_(torch.from_numpy(row_items))
         self._tables.blocks[: len(plan.blocks)].copy_(torch.from_numpy(plan.blocks))
 
+    def _tiled(self, rows: torch.Tensor) -> Any:
+        """[S, G, D] as a matrix [S, G * D] that is fetched by tiles of one block and head."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        shape = [rows.shape[0], self._n_kv_heads * self._head_dim]
+        return TensorDescriptor(rows, shape, [rows.stride(0), 1], [self.tiles.block_n, self._head_dim])
+
     def _plan(
         self, tables: Sequence[ChunkTable], n_rows: Sequence[int], masks: Sequence[torch.Tensor] | None
     ) -> SplitPlan:
@@ -209,8 +216,6 @@ class SplitAttention:
             q: [N, H, D], heads and their elements next to each other.
             k, v: [S, G, D] of one layer, of q's dtype, or int8 with `k_scale`, `v_scale` float32 [S, G].
         """
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
         from pdllm_rag.attention import split_kernel
 
         last_row = self._last_row
@@ -223,11 +228,10 @@ class SplitAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         tables = self._tables
-        tile = [self.tiles.block_n, self._head_dim]
         split_kernel.split_kernel[self._grid](
             q,
-            TensorDescriptor(k, [k.shape[0], self._n_kv_heads * self._head_dim], [k.stride(0), 1], tile),
-            TensorDescriptor(v, [v.shape[0], self._n_kv_heads * self._head_dim], [v.stride(0), 1], tile),
+            self._tiled(k),
+            self._tiled(v),
             k,
             v,
             tables.turns if k_scale is None else k_scale,

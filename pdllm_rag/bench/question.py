@@ -96,7 +96,9 @@ class Question:
         found = []
         for start in range(0, len(kvs), SCORED_AT_ONCE):
             some = kvs[start : start + SCORED_AT_ONCE]
-            scorer = CandidateScorer(self._model, self._prompt, some, draft_len=len(draft))
+            scorer = CandidateScorer(
+                self._model, self._prompt, some, draft_len=len(draft), at_once=self._scoring.groups
+            )
             found.append(scorer.s_i(self._scoring.groups) + scorer.s_p(draft))
         return torch.cat(found)
 
