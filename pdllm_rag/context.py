@@ -53,7 +53,7 @@ class Context:
             for layout in self.sequences:
                 n_rows = layout.n_rows // copies
                 first = layout.canvas_row + copy * n_rows
-                table = ChunkTable.of([*[*layout.table.runs()][:-1], (first, n_rows, 0)])
+                table = layout.table.with_last(first, n_rows)
                 layouts.append(layout._replace(table=table, canvas_row=first, n_rows=n_rows))
         return Context(self.k, self.v, tuple(layouts))
 
@@ -64,8 +64,7 @@ class Context:
             layout = self.sequences[index]
             if n_rows > layout.n_rows:
                 raise ValueError(f"canvas of {n_rows} rows in a context with room for {layout.n_rows}")
-            runs = [*layout.table.runs()][:-1]
-            table = ChunkTable.of([*runs, (layout.canvas_row, n_rows, 0)])
+            table = layout.table.with_last(layout.canvas_row, n_rows)
             layouts.append(layout._replace(table=table, n_rows=n_rows))
         return Context(self.k, self.v, tuple(layouts))
 

@@ -1,14 +1,20 @@
-"""The fused layer loop and the captured step are the plain ones, in fewer launches (here in Triton's interpreter)."""
+"""The fused layer loop and the captured step are the plain ones of a CPU, in fewer launches.
+
+Without a GPU the kernels run in Triton's interpreter and nothing is captured; with one they run there, in a CUDA graph.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import INTERPRETED_HERE, NEEDS_CUDA, OF_INTERPRETER
 from pdllm_store import ChunkKV
 from tiny import save_tiny_model
 
@@ -21,17 +27,19 @@ from pdllm_rag.decoding.graphed import Shape, checked_out
 from pdllm_rag.decoding.sampling import propose
 from pdllm_rag.errors import NumericsError
 from pdllm_rag.models.fused import FusedBackbone, why_not_fused
+from pdllm_rag.models.rope import Rope
 from pdllm_rag.placement import plan_offsets
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, tests/test_gpu.py covers it")
 BLOCK = 4
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = list(NEEDS_CUDA) if DEVICE.type == "cuda" else [INTERPRETED_HERE, OF_INTERPRETER]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, LoadedModel]:
-    """A model, and the same weights fused."""
+    """A model on the CPU, and the same weights fused, on `DEVICE`."""
     folder = save_tiny_model(tmp_path_factory.mktemp("m"), model_type=request.param, num_hidden_layers=2)
-    plain = load_model(str(folder), dtype=torch.float32)
+    plain = load_model(str(folder), device="cpu", dtype=torch.float32)
     plain = replace(plain, spec=replace(plain.spec, family=replace(plain.spec.family, block_len=BLOCK)))
     return plain, fused(plain)
 
@@ -44,10 +52,9 @@ def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fused(plain: LoadedModel) -> LoadedModel:
     one = plain.backbone
-    model = copy.deepcopy(one.model)
-    return replace(
-        plain, backbone=FusedBackbone(model, one.rope, mask_id=one.mask_id, forbidden_from=one.forbidden_from)
-    )
+    model = copy.deepcopy(one.model).to(DEVICE)
+    rope = Rope.from_config(model.config, DEVICE)
+    return replace(plain, backbone=FusedBackbone(model, rope, mask_id=one.mask_id, forbidden_from=one.forbidden_from))
 
 
 def random_kv(model: LoadedModel, n_tokens: int, generator: torch.Generator) -> ChunkKV:
@@ -83,35 +90,35 @@ def test_hidden_states_and_captured_keys_are_the_plain_ones(pair: tuple[LoadedMo
     ids, lens = torch.randint(5, 200, (11,)), [4, 7]
     positions = torch.cat([torch.arange(n) for n in lens])
     theirs = plain.hidden(ids, DenseAttend(plain.rope, lens, positions))
-    ours = quick.hidden(ids, DenseAttend(quick.rope, lens, positions))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    ours = quick.hidden(ids.to(DEVICE), DenseAttend(quick.rope, lens, positions.to(DEVICE)))
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
     captures = []
     for one in (plain, quick):
-        captures.append(CaptureAttend(one.rope, lens, positions, sketch_layer=1))
-        one.encode(ids, captures[-1])
+        captures.append(CaptureAttend(one.rope, lens, positions.to(one.device), sketch_layer=1))
+        one.encode(ids.to(one.device), captures[-1])
     for a, b in zip(captures[0].keys + captures[0].values, captures[1].keys + captures[1].values, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.abs().max()))
+        torch.testing.assert_close(b.cpu(), a, rtol=0, atol=1e-5 * float(a.abs().max()))
 
 
 @torch.inference_mode()
 def test_packed_split_s_is_the_one_by_one(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """Two sequences of other lengths in one launch; offsets are left to the queries in one of them."""
-    plain = pair[0].backbone
+    plain, quick = (model.backbone for model in pair)
     generator = torch.Generator().manual_seed(3)
     placed = [
         Placed(tuple(random_kv(pair[0], n, generator) for n in lens), plan_offsets(lens, "sequential", chunk_len=64))
         for lens in ((40, 9), (17,))
     ]
-    contexts = [gather(placed, [6, 11], plain) for _ in range(2)]
+    contexts = [gather(placed, [6, 11], one) for one in (plain, quick)]
     q, k, v = (
         torch.randn(17, heads, plain.head_dim, generator=generator)
         for heads in (plain.n_heads, *[plain.n_kv_heads] * 2)
     )
     theirs = SplitSAttend(plain.rope, contexts[0], backend="reference")(1, q, k, v)
-    ours = PackedSplitSAttend(plain, contexts[1])(1, q, k, v)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+    ours = PackedSplitSAttend(quick, contexts[1])(1, *(x.to(DEVICE) for x in (q, k, v)))
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
     for a, b in ((contexts[0].k[1], contexts[1].k[1]), (contexts[0].v[1], contexts[1].v[1])):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+        torch.testing.assert_close(b.cpu(), a, rtol=0, atol=1e-5)
 
 
 def test_proposals_are_those_of_the_pure_function(pair: tuple[LoadedModel, LoadedModel]) -> None:
@@ -123,7 +130,7 @@ def test_proposals_are_those_of_the_pure_function(pair: tuple[LoadedModel, Loade
     one.forbidden_from, kept = 8000, one.forbidden_from
     raw[3, 8500] = 90.0
     raw[4, 7] = torch.nan
-    found = one.proposals(raw)
+    found = one.proposals(raw.to(DEVICE)).cpu()
     expected = propose(one.allowed(raw[:4].clone()))
     one.forbidden_from = kept
     assert found[:4, 0].tolist() == expected.tokens.tolist()
@@ -162,7 +169,65 @@ def test_a_captured_step_serves_the_next_question_of_its_shape_and_forgets_the_l
         rule = CommitRule(threshold=0.0)
         ours = told(StaticKVDecoder(quick, rule, backend="triton").steps([request]))
         assert ours == told(StaticKVDecoder(plain, rule).steps([request]))
-    assert sum(map(len, backbone.captures.values())) == 1
+    assert len(backbone.captures) == 1
+
+
+@pytest.mark.usefixtures("small_shapes")
+def test_a_decode_that_is_left_halfway_gives_its_step_back(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    plain, quick = pair
+    backbone = quick.backbone
+    assert isinstance(backbone, FusedBackbone)
+    backbone.captures.clear()
+    rule = CommitRule(threshold=1.0)
+    left = StaticKVDecoder(quick, rule, backend="triton").steps([request_for(plain, (30,), 4, 3)])
+    next(left)
+    assert not backbone.captures
+    del left
+    assert len(backbone.captures) == 1
+    request = request_for(plain, (8, 3), 2, 3, seed=1)
+    ours = told(StaticKVDecoder(quick, rule, backend="triton").steps([request]))
+    assert ours == told(StaticKVDecoder(plain, rule).steps([request]))
+    assert len(backbone.captures) == 1
+
+
+@pytest.mark.usefixtures("small_shapes")
+def test_few_steps_wait_and_those_used_last_stay(
+    pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the oldest is in use, and two of one shape are."""
+    backbone = pair[1].backbone
+    assert isinstance(backbone, FusedBackbone)
+    backbone.captures.clear()
+    monkeypatch.setattr(graphed, "MAX_IDLE", 2)
+    a, b, c = (Shape(1, 8 * n, 32, BLOCK) for n in (1, 2, 3))  # none serves another
+    for shape in (a, b):
+        with checked_out(backbone, False, shape):
+            pass
+    with checked_out(backbone, False, a) as first, checked_out(backbone, False, a) as second:
+        assert first is not second
+        with checked_out(backbone, False, c):
+            pass
+    assert [key for key, _ in backbone.captures] == [(a, False), (a, False)]
+    with checked_out(backbone, False, a) as again:
+        assert again in (first, second)
+    monkeypatch.setattr(graphed, "MAX_IDLE_BYTES", 1)
+    with checked_out(backbone, False, c):
+        pass
+    assert [key for key, _ in backbone.captures] == [(c, False)]
+
+
+@pytest.mark.usefixtures("small_shapes")
+def test_a_model_that_nobody_holds_is_gone_with_its_captured_steps(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    """At once: a GPU's memory cannot wait for the collector."""
+    model = fused(pair[0])
+    list(StaticKVDecoder(model, backend="triton").steps([request_for(pair[0], (9,), 3, BLOCK)]))
+    backbone = weakref.ref(model.backbone)
+    gc.disable()
+    try:
+        del model
+        assert backbone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("small_shapes")
@@ -221,3 +286,11 @@ def test_without_a_gpu_nothing_is_fused(pair: tuple[LoadedModel, LoadedModel], t
     del tmp_path
     assert type(pair[0].backbone).__name__ == "Backbone"
     assert not StaticKVDecoder(pair[0]).is_graphed
+
+
+def test_a_step_with_room_to_spare_serves_smaller_questions() -> None:
+    step = Shape(2, 96, 4096, 32)
+    assert step.serves(Shape.fitting(2, 70, 100, 32))
+    for other in (Shape(1, 96, 4096, 32), Shape(2, 96, 5120, 32), Shape(2, 32, 64, 32), Shape(2, 128, 64, 32)):
+        assert not step.serves(other)
+    assert not step.serves(Shape(2, 96, 4096, 16))

@@ -10,6 +10,7 @@ import torch
 from pdllm_rag.attention import flash, flex, reference, triton
 from pdllm_rag.attention.merge import AttentionState
 from pdllm_rag.attention.table import ChunkTable
+from pdllm_rag.models.backbone import on_device_of
 from pdllm_rag.models.rope import Rope
 
 
@@ -105,4 +106,5 @@ def split_s_attention(
             "run that is read whole: leave its kept rows at None and hide keys in the mask"
         )
     name = resolve(backend, q.device, q.dtype, q.shape[2])
-    return BACKENDS[name].attend(q, k, v, table, rope=rope, mask=mask)
+    with on_device_of(q):
+        return BACKENDS[name].attend(q, k, v, table, rope=rope, mask=mask)

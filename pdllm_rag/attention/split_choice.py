@@ -1,6 +1,6 @@
 """How the kernel's work is cut: tiles, and into how many parts the keys are split, by shapes alone.
 
-The choice minimises a small model of the time that was fitted to measurements (docs/performance.md), so no question
+The choice minimises a small model of the time that was fitted to measurements on an H200 (docs/log.md), so no question
 waits for a search, and the same shapes always run the same code.
 """
 
@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """Tiles, and what they cost on an H200 (docs/performance.md): microseconds of a program and of each of its blocks,
+    """Tiles, and what they cost on an H200, as fitted: microseconds of a program and of each of its blocks,
     with `at_once` programs on a multiprocessor."""
 
     tiles: Tiles

@@ -48,6 +48,11 @@ class ChunkTable:
         kept = [run for run in runs if run[1] > 0]
         return cls(tuple(r[0] for r in kept), tuple(r[1] for r in kept), tuple(r[2] for r in kept))
 
+    def with_last(self, start: int, length: int) -> ChunkTable:
+        """The same runs with another last one, read whole, where it stands."""
+        kept = (*self.kept[:-1], None) if self.kept else ()
+        return ChunkTable((*self.starts[:-1], start), (*self.lens[:-1], length), (*self.offsets[:-1], 0), kept)
+
     def runs(self) -> Iterable[tuple[int, int, int]]:
         """(start, len, offset) of every split."""
         return zip(self.starts, self.lens, self.offsets, strict=True)

@@ -139,7 +139,7 @@ class SplitAttention:
         """Other tables, in the place of the present ones: a captured graph goes on with them.
 
         Args:
-            first_rows: first query row of each sequence; what rows of no sequence come out as is no more than finite.
+            first_rows: first query row of each sequence; rows of no sequence come out as anything.
 
         Raises:
             ValueError: they do not fit what was reserved.

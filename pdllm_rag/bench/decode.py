@@ -99,7 +99,7 @@ def bench_decode(
             torch.cuda.empty_cache()  # what a part kept for itself counts as free for the next
 
     bench = _Bench(model, sizes, ceilings)
-    figures["decoder"] = {"backend": bench.static.decoder.backend, "graphed": _is_graphed(bench.static)}
+    figures["decoder"] = {"backend": bench.static.decoder.backend}
     if {"step", "question", "prefix"} & {*sections}:
         for row in figures["contexts"]:
             row["step"] = bench.step(row["context"])
@@ -299,7 +299,3 @@ def _speed_up(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     """Their time over ours, within a round."""
     ratio = Spread.of([a / b for a, b in zip(theirs, ours, strict=True)])
     return {"speed_up": ratio.median, "speed_up_spread": ratio.as_dict()}
-
-
-def _is_graphed(steps: StaticSteps) -> bool:
-    return bool(getattr(steps.decoder, "is_graphed", False))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
@@ -34,6 +35,7 @@ ROWS_APART = 32  # canvas rows are rounded up to a multiple: fewer shapes to cap
 CONTEXT_APART = 1024  # and rows of context
 _CAPTURING = Lock()  # one capture at a time in a process
 MAX_IDLE = 4  # captured steps of one model that wait for a question of their shape
+MAX_IDLE_BYTES = 4 << 30  # of their buffers together, but the one used last always waits
 
 
 class Shape(NamedTuple):
@@ -53,6 +55,14 @@ class Shape(NamedTuple):
         """The smallest shape in use that holds these."""
         return cls(n_sequences, _up(canvas_rows, ROWS_APART), _up(max(1, context_rows), CONTEXT_APART), answer_rows)
 
+    def serves(self, other: Shape) -> bool:
+        """Whether a step of this shape does for another one: room for more context costs nothing, more canvas does."""
+        return (
+            (self.n_sequences, self.answer_rows) == (other.n_sequences, other.answer_rows)
+            and self.context_rows >= other.context_rows
+            and other.canvas_rows <= self.canvas_rows <= other.canvas_rows + ROWS_APART
+        )
+
 
 class GraphedStep:
     """One shape's step and its buffers, for one decode at a time.
@@ -68,7 +78,7 @@ class GraphedStep:
     def __init__(self, backbone: FusedBackbone, logit_shift: bool, shape: Shape) -> None:
         started = time.perf_counter()
         self.shape = shape
-        self._backbone = backbone
+        self._backbone: FusedBackbone = weakref.proxy(backbone)  # which holds this step: no circle keeps weights alive
         self._shift = int(logit_shift)
         device = backbone.device
         n_rows = shape.n_sequences * shape.canvas_rows
@@ -105,8 +115,8 @@ class GraphedStep:
             own = slice(index * rows, index * rows + layout.n_rows)
             slots[own] = torch.arange(layout.canvas_row, layout.canvas_row + layout.n_rows, dtype=torch.int32)
             positions[own] = layout.positions()
-            window = index * rows + torch.arange(layout.n_rows - answers, layout.n_rows) - self._shift
-            predicting[index * answers : (index + 1) * answers] = window.clamp(min=index * rows)
+            window = torch.arange(layout.n_rows - answers, layout.n_rows) - self._shift
+            predicting[index * answers : (index + 1) * answers] = index * rows + window
         turn = self._attend.turn
         cos, sin = self._backbone.rope.tables(positions.to(self._backbone.device))
         turn.cos.copy_(cos)
@@ -151,17 +161,23 @@ class GraphedStep:
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         cuda: Any = torch.cuda
-        here = cuda.current_stream(self._backbone.device)
-        stream = cuda.Stream(self._backbone.device)
-        stream.wait_stream(here)
-        with cuda.stream(stream):  # compiles the kernels, and lets the libraries choose theirs
-            for _ in range(2):
-                self._compute()
-        here.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may load chunks meanwhile
-            self._compute()
+        with cuda.device(self._backbone.device):  # of which torch captures a stream and waits for all
+            here, stream = cuda.current_stream(), cuda.Stream()
+            stream.wait_stream(here)
+            with cuda.stream(stream):  # compiles the kernels, and lets the libraries choose theirs
+                for _ in range(2):
+                    self._compute()
+            here.wait_stream(stream)
+            # other threads may load chunks meanwhile
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._compute()
         return graph
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     @property
     def found(self) -> torch.Tensor:
@@ -204,11 +220,13 @@ class GraphedRows:
 
 @contextmanager
 def checked_out(backbone: FusedBackbone, logit_shift: bool, shape: Shape) -> Iterator[GraphedStep]:
-    """A captured step of this shape, for the caller alone; kept for the next one afterwards."""
-    key = (shape, logit_shift)
+    """A captured step that serves this shape, for the caller alone; kept for the next one afterwards."""
+    idle = backbone.captures
     with backbone.captures_lock:
-        waiting = backbone.captures.get(key)
-        step = waiting.pop() if waiting else None
+        fitting = [place for place, ((own, shift), _) in enumerate(idle) if shift == logit_shift and own.serves(shape)]
+        # the one with the fewest rows to compute for nothing, and of those the one used last
+        place = min(fitting, key=lambda place: (idle[place][0][0].canvas_rows, -place), default=None)
+        step = None if place is None else idle.pop(place)[1]
     if step is None:
         with _CAPTURING:
             step = GraphedStep(backbone, logit_shift, shape)
@@ -216,13 +234,9 @@ def checked_out(backbone: FusedBackbone, logit_shift: bool, shape: Shape) -> Ite
         yield step
     finally:
         with backbone.captures_lock:
-            idle = backbone.captures
-            idle[key] = [*idle.pop(key, []), step]  # last is the one used last
-            while sum(map(len, idle.values())) > MAX_IDLE:
-                oldest = next(iter(idle))
-                idle[oldest].pop(0)
-                if not idle[oldest]:
-                    del idle[oldest]
+            idle.append(((step.shape, logit_shift), step))
+            while len(idle) > 1 and (len(idle) > MAX_IDLE or sum(one.n_bytes for _, one in idle) > MAX_IDLE_BYTES):
+                del idle[0]
 
 
 def _up(value: int, multiple: int) -> int:

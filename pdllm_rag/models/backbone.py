@@ -9,6 +9,7 @@ Axes: N packed rows, H query heads, G key/value heads, D head dim.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,12 @@ class Attend(Protocol):
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Context of every row, [N, H, D], from q [N, H, D] and k, v [N, G, D], all un-rotated."""
         ...
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """The tensor's GPU is the current one within: Triton launches there, wherever a kernel's arguments lie."""
+    manager: AbstractContextManager[object] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+    return manager
 
 
 class Backbone:
@@ -50,24 +57,26 @@ class Backbone:
     @torch.inference_mode()
     def hidden(self, ids: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Final normed hidden states [N, hidden] of packed token ids int64 [N]."""
-        x = self._embed(ids)
-        for index, layer in enumerate(self.model.model.layers):
-            context = attend(index, *self._project(layer, x))
-            x = x + layer.self_attn.o_proj(context.reshape(1, context.shape[0], -1))
-            x = x + _feed_forward(layer, x)
-        normed: torch.Tensor = self.model.model.norm(x)[0]
-        return normed
+        with on_device_of(ids):
+            x = self._embed(ids)
+            for index, layer in enumerate(self.model.model.layers):
+                context = attend(index, *self._project(layer, x))
+                x = x + layer.self_attn.o_proj(context.reshape(1, context.shape[0], -1))
+                x = x + _feed_forward(layer, x)
+            normed: torch.Tensor = self.model.model.norm(x)[0]
+            return normed
 
     @torch.inference_mode()
     def encode(self, ids: torch.Tensor, attend: Attend) -> None:
         """Run the layers for what `attend` captures; whatever only the output would need is left out."""
-        x = self._embed(ids)
-        last = self.n_layers - 1
-        for index, layer in enumerate(self.model.model.layers):
-            context = attend(index, *self._project(layer, x))
-            if index < last:
-                x = x + layer.self_attn.o_proj(context.reshape(1, context.shape[0], -1))
-                x = x + _feed_forward(layer, x)
+        with on_device_of(ids):
+            x = self._embed(ids)
+            last = self.n_layers - 1
+            for index, layer in enumerate(self.model.model.layers):
+                context = attend(index, *self._project(layer, x))
+                if index < last:
+                    x = x + layer.self_attn.o_proj(context.reshape(1, context.shape[0], -1))
+                    x = x + _feed_forward(layer, x)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -8,16 +8,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import lru_cache
 from importlib.util import find_spec
-from threading import Lock
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from pdllm_rag.models.backbone import Attend, Backbone
+from pdllm_rag.models.backbone import Attend, Backbone, on_device_of
 from pdllm_rag.models.rope import Rope
 
 _PROPOSE_BLOCK = 4096
@@ -72,14 +71,19 @@ def why_not_fused(model: Any) -> str | None:
         heads_normed = hasattr(attention, "q_norm")
         if heads_normed and attention.q_norm.weight.shape != (attention.head_dim,):
             return "its query norm is not one head wide"
+        if heads_normed and attention.head_dim & (attention.head_dim - 1):
+            return f"its normed heads have {attention.head_dim} elements, no power of two"
     return None
 
 
 class FusedBackbone(Backbone):
     """`Backbone` for dense models of plain projections.
 
+    The weights may not be moved or replaced afterwards: the joined tensors are what is computed with.
+
     Attributes:
-        captures: what has been captured over these weights and waits to be used again, by shape (see `checked_out`).
+        captures: what has been captured over these weights and waits to be used again, each with its key, the one that
+            was used last at the end (see `checked_out`).
 
     Raises:
         ValueError: the model is not of that kind (`why_not_fused`).
@@ -93,19 +97,21 @@ class FusedBackbone(Backbone):
         self._eps: float = model.config.rms_norm_eps
         self._overlap = overlap(self.device)
         self._layers = [_fuse(layer) for layer in model.model.layers]
-        self.captures: dict[Hashable, list[Any]] = {}
-        self.captures_lock = Lock()
+        self.captures: list[tuple[Any, Any]] = []
+        self.captures_lock = RLock()  # the collector may end a decode that was left halfway in a thread that holds it
 
     @torch.inference_mode()
     def hidden(self, ids: torch.Tensor, attend: Attend) -> torch.Tensor:
         """As `Backbone.hidden`."""
-        x, delta = self._run(ids, attend)
-        return self._add_norm(x, delta, self.model.model.norm.weight)[1]
+        with on_device_of(ids):
+            x, delta = self._run(ids, attend)
+            return self._add_norm(x, delta, self.model.model.norm.weight)[1]
 
     @torch.inference_mode()
     def encode(self, ids: torch.Tensor, attend: Attend) -> None:
         """As `Backbone.encode`."""
-        self._run(ids, attend, for_output=False)
+        with on_device_of(ids):
+            self._run(ids, attend, for_output=False)
 
     @torch.inference_mode()
     def proposals(self, raw: torch.Tensor) -> torch.Tensor:
@@ -120,20 +126,21 @@ class FusedBackbone(Backbone):
         parts = torch.empty(n_rows, n_parts, 2, dtype=torch.float32, device=raw.device)
         best = torch.empty(n_rows, n_parts, dtype=torch.int32, device=raw.device)
         out = torch.empty(n_rows, 3, dtype=torch.int32, device=raw.device)
-        fused_kernels.propose_kernel[(n_rows, n_parts)](
-            raw,
-            parts,
-            best,
-            raw.stride(0),
-            min(self.forbidden_from, width),
-            self.mask_id,
-            N_PARTS=n_parts,
-            BLOCK=_PROPOSE_BLOCK,
-            num_warps=8,
-        )
-        fused_kernels.propose_merge_kernel[(n_rows,)](
-            parts, best, out, N_PARTS=n_parts, PARTS=next_power_of_2(n_parts), num_warps=1
-        )
+        with on_device_of(raw):
+            fused_kernels.propose_kernel[(n_rows, n_parts)](
+                raw,
+                parts,
+                best,
+                raw.stride(0),
+                min(self.forbidden_from, width),
+                self.mask_id,
+                N_PARTS=n_parts,
+                BLOCK=_PROPOSE_BLOCK,
+                num_warps=8,
+            )
+            fused_kernels.propose_merge_kernel[(n_rows,)](
+                parts, best, out, N_PARTS=n_parts, PARTS=next_power_of_2(n_parts), num_warps=1
+            )
         return out
 
     def _run(self, ids: torch.Tensor, attend: Attend, *, for_output: bool = True) -> tuple[torch.Tensor, torch.Tensor]:

@@ -164,9 +164,10 @@ def one_device(device: str, device_map: str | Mapping[str, Any] | None) -> torch
     if place == "auto":
         place = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.device(f"cuda:{place}" if place.isdecimal() else place)
+        found = torch.device(f"cuda:{place}" if place.isdecimal() else place)
     except RuntimeError:
         raise ValueError(f"device {place!r} is unknown; expected auto, cpu or cuda") from None
+    return torch.device("cuda:0") if found.type == "cuda" and found.index is None else found
 
 
 def check_seen(device: torch.device) -> torch.device:
