@@ -25,6 +25,7 @@ from pdllm_rag.policies import encode_jointly
 from pdllm_rag.pool import KVPool
 from pdllm_rag.reading import Found, Reading, Source
 from pdllm_rag.retrieval import Selection
+from pdllm_rag.sparsity import attention_received, kept_rows, sparse
 from pdllm_rag.support import says_nothing, support_probability
 from pdllm_rag.transcript import Transcript
 
@@ -86,7 +87,7 @@ class Asking:
         found = find(text, clock)
         ranked = self._fitting(found, prompt, options)
         decoder = options.make_decoder(self.model)
-        reading = self._read(ranked, found, decoder, options, clock)
+        reading = self._thinned(self._read(ranked, found, decoder, options, clock), prompt, options, clock)
         outcome = Outcome(self._transcript(options), [])
         if ranked:
             yield from self._decode(prompt, reading, found.selection.margin, decoder, options, clock, outcome)
@@ -108,7 +109,7 @@ class Asking:
                 recomputed=len(reading.fresh),
                 candidates=found.selection.n_candidates,
             ),
-            policy=options.policy if decoder.needs_kv else "dense",
+            policy=options.policy_name if decoder.needs_kv else "dense",
             decoder=options.decoder,
             model=self.name,
             finish_reason=outcome.transcript.finish_reason or "stop",
@@ -223,6 +224,15 @@ class Asking:
             computed = acquired.recomputed | found.selection.recomputed
             fresh = [source for source in ordered if source.ref.chunk_id in computed]
             return Reading(ordered, placement, [at_hand[s.ref.chunk_id] for s in ordered], fresh)
+
+    def _thinned(self, reading: Reading, prompt: Prompt, options: AskOptions, clock: Clock) -> Reading:
+        """The reading with the rows of each chunk that the question attends to, if only some are to be read."""
+        if options.chunk_rows is None or not reading.kv:
+            return reading
+        with clock.phase("load"):
+            received = attention_received(self.model, prompt.ids, reading.kv, reading.placement)
+            rows = [kept_rows(one, options.chunk_rows) for one in received]
+            return reading._replace(kv=[sparse(kv, kept) for kv, kept in zip(reading.kv, rows, strict=True)])
 
     def _transcript(self, options: AskOptions) -> Transcript:
         return Transcript(

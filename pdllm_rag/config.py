@@ -11,6 +11,7 @@ from pdllm_rag.decoding import CommitRule, Decoder, Sampling, StaticKVDecoder, V
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.placement import MODES
 from pdllm_rag.policies import POLICIES
+from pdllm_rag.stages import Choice, check_choice
 
 DECODERS: dict[str, Callable[[LoadedModel, CommitRule], Decoder]] = {
     "static_kv": StaticKVDecoder,
@@ -25,9 +26,13 @@ class AskOptions:
     Attributes:
         k: most chunks that the model reads.
         candidates: chunks of the first stage that are scored.
+        first_stage: what proposes them: "bm25"; "sketch", mean keys (`sketches`); "fusion" of both; or one's own: an
+            object with `search` as `first_stage.FirstStage` has it, or a function (text, n) -> hits (`foreign`).
         score_window: chunks whose score lies more than this below the best one's are not read (nats per question
             token); infinity reads all k, None takes the family's.
         policy: where their KV comes from (`policies`).
+        chunk_rows: most rows of a chunk that are read, those that the question attends to most (`sparsity`); None
+            reads all.
         placement: where they stand (`placement`).
         decoder: "static_kv", or "vanilla", which encodes the chunks anew at each step.
         max_new_tokens: most answer tokens.
@@ -42,8 +47,10 @@ class AskOptions:
 
     k: int = 4
     candidates: int = 8
+    first_stage: Choice = "bm25"
     score_window: float | None = None
     policy: str = "independent"
+    chunk_rows: int | None = None
     placement: str = "sequential"
     decoder: str = "static_kv"
     max_new_tokens: int = 32
@@ -64,11 +71,17 @@ class AskOptions:
         for name, known in (("policy", POLICIES), ("placement", MODES), ("decoder", tuple(DECODERS))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+        check_choice(self.first_stage)
         if self.decoder == "vanilla" and self.policy != "independent":
             raise ValueError(
                 f"policy is {self.policy!r} with decoder 'vanilla', which encodes chunks and question together at each "
                 "step and has no cache policy; leave the policy out, or take decoder 'static_kv'"
             )
+        rows = self.chunk_rows
+        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+            raise ValueError(f"chunk_rows is {rows!r}; expected a whole number of 1 or more, or None")
+        if rows is not None and self.decoder == "vanilla":
+            raise ValueError("chunk_rows was given with decoder 'vanilla', which reads no stored rows; leave it out")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if any(not isinstance(text, str) or not text for text in self.stop):
@@ -89,6 +102,11 @@ class AskOptions:
         if unknown:
             raise ValueError(f"unknown option {unknown[0]!r}; expected one of {', '.join(sorted(known))}")
         return replace(self, **changes)
+
+    @property
+    def policy_name(self) -> str:
+        """The cache policy in words for statistics: what it is, and of how many rows a chunk."""
+        return self.policy if self.chunk_rows is None else f"{self.policy}, {self.chunk_rows} rows a chunk"
 
     def make_decoder(self, model: LoadedModel) -> Decoder:
         """The decoder that these options name."""

@@ -32,12 +32,13 @@ from pdllm_rag.events import EitherEvent, Final, Messages, StreamEvent
 from pdllm_rag.first_stage import BM25Index
 from pdllm_rag.ingest import ingest
 from pdllm_rag.mending import Mender
-from pdllm_rag.models.loader import LoadedModel, read_spec
+from pdllm_rag.models.loader import LoadedModel, check_seen, one_device, read_spec
 from pdllm_rag.pool import KVPool
 from pdllm_rag.prefill import InputDocument, Prefiller, PrefillReport, Progress
 from pdllm_rag.reading import Found, Source, matching
 from pdllm_rag.retrieval import Retriever, Selection, needs_scores
 from pdllm_rag.scoring import ScoringOptions
+from pdllm_rag.stages import FirstStages
 
 MAX_ATTEMPTS = 5  # of retrieving from a store that changes meanwhile
 LOADS = ("store", "auto")  # where KV comes from that is not in memory
@@ -84,7 +85,8 @@ class RagEngine:
         self._pool = KVPool.beside(model.backbone, store, fetch=fetch, budget_bytes=pool_bytes)
         self._index = BM25Index(store, self.fingerprint)
         self._mender = Mender(store, self.fingerprint, self._prefiller, self._index)
-        self._retriever = Retriever(model, self._index, self._pool, scoring or ScoringOptions())
+        stages = FirstStages(model, store, self.fingerprint, self._index)
+        self._retriever = Retriever(model, stages, self._pool, scoring or ScoringOptions())
         self._asking = Asking(model, self._pool, chunk_len)
 
     @classmethod
@@ -123,7 +125,8 @@ class RagEngine:
             StoreError, ModelError; ValueError for `store_options` beside a `ChunkStore`, or bad ones.
         """
         if isinstance(model, str):
-            read_spec(model)  # cheap, and before a mistyped model leaves an empty store behind
+            read_spec(model)  # cheap, and before a mistyped model or device leaves an empty store behind
+            check_seen(one_device(device, None))
         if isinstance(store, (str, PathLike)):
             opened: ChunkStore = LMDBStore.open(store, kv_dtype=kv_dtype, create=create, **store_options or {})
         else:
@@ -312,8 +315,9 @@ class RagEngine:
             if self._mender.left_out:
                 doc_ids = (self._index.doc_ids() if doc_ids is None else doc_ids) - self._mender.left_out
         window = self._asking.score_window(options)
+        stage = options.first_stage
         selection = self._retriever.select(
-            text, options.k, options.candidates, clock, score_window=window, doc_ids=doc_ids
+            text, options.k, options.candidates, clock, score_window=window, doc_ids=doc_ids, first_stage=stage
         )
         sources = self._sources(selection.refs)
         with clock.phase("load"):

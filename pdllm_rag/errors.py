@@ -9,6 +9,7 @@ PdllmError                        (pdllm_store.errors)
 |   |-- EmptyDocumentError        read without trouble, but there is no text in it
 |   `-- UnreadableDocumentError   missing, too large, binary, encrypted, broken or of an unknown encoding
 |-- RequestError
+|   |-- FirstStageError           the user's own first stage gave what the store does not hold
 |   |-- ContextWindowError        question, chunks and answer do not fit the model's window
 |   `-- GenerationCancelled       the caller stopped the generation
 `-- NumericsError                 the model gave logits that are not finite
@@ -20,6 +21,7 @@ __all__ = [
     "ContextWindowError",
     "DocumentError",
     "EmptyDocumentError",
+    "FirstStageError",
     "GenerationCancelled",
     "ModelError",
     "ModelFormatError",
@@ -57,6 +59,10 @@ class UnreadableDocumentError(DocumentError):
 
 class RequestError(PdllmError):
     """Base of the errors about one question."""
+
+
+class FirstStageError(RequestError):
+    """The user's own first stage gave something malformed, or something that the store does not hold."""
 
 
 class ContextWindowError(RequestError):

@@ -13,7 +13,7 @@ import threading
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import blake3
 from pdllm_store import ChunkId, ChunkRef, ChunkStore, DocumentNotFoundError, ModelFingerprint, RecordDamagedError
@@ -27,10 +27,22 @@ T = TypeVar("T")
 
 
 class Candidate(NamedTuple):
-    """A chunk and its BM25 score (higher is better; 0.0 for a chunk that shares no word with the question)."""
+    """A chunk and its score, of its stage's own kind: higher is better.
+
+    Exactly 0.0 says that nothing speaks for the chunk (under BM25, it shares no word with the question).
+    """
 
     ref: ChunkRef
     score: float
+
+
+@runtime_checkable
+class FirstStage(Protocol):
+    """Proposes chunks for a question from what is cheaper to read than their KV."""
+
+    def search(self, text: str, n: int, /, *, doc_ids: Collection[str] | None = None) -> list[Candidate]:
+        """At most n distinct chunks, best first, of all documents or only of these."""
+        ...
 
 
 class BM25Index:
@@ -44,7 +56,7 @@ class BM25Index:
         self._memory: LexicalTables | None = None
         self._memory_lock = threading.Lock()
 
-    def search(self, question: str, n: int, *, doc_ids: Collection[str] | None = None) -> list[Candidate]:
+    def search(self, question: str, n: int, /, *, doc_ids: Collection[str] | None = None) -> list[Candidate]:
         """The n best chunks, best first, ties in document order; chunks without a shared word fill up to n.
 
         A chunk that stands in several documents is listed once, where it ranks best.

@@ -227,3 +227,23 @@ def test_devices_that_are_none_are_refused(command: Any, device: str) -> None:
 
 def test_the_command_line_names_the_sections() -> None:
     assert decode_cli.SECTIONS == SECTIONS
+
+
+@pytest.mark.parametrize(
+    "argument", [("--out", "/nonexistent/x.json"), ("--plot", "/nonexistent/x.png"), ("--plot", "x")]
+)
+def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(argument: tuple[str, str]) -> None:
+    from pdllm_rag.cli.main import main
+
+    for bench in (["decode", "--shape", "tiny"], ["attention"]):
+        assert main(["bench", *bench, "--device", "cpu", *argument]) == 1
+
+
+def test_too_little_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from pdllm_rag.cli.main import main
+
+    sizes = ["--question-rows", "99999999999", "--context", "4096", "--sections", "step"]
+    assert main(["bench", "decode", "--shape", "tiny", "--device", "cpu", *sizes]) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "not enough memory" in told

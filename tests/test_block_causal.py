@@ -19,7 +19,9 @@ from pdllm_rag.context import Placed, gather
 from pdllm_rag.decoding import Canvas, CommitRule, DecodeRequest, DecodeStep, StaticKVDecoder, VanillaDecoder, static_kv
 from pdllm_rag.decoding.denoise import denoise
 from pdllm_rag.decoding.predictions import LogitRows
+from pdllm_rag.drafts import make_drafts
 from pdllm_rag.encoder import ChunkEncoder
+from pdllm_rag.estimators import LeaveOneOut, MaskedGroups
 from pdllm_rag.models import LoadedModel, load_model
 from pdllm_rag.models.tokenizer import Prompt
 from pdllm_rag.placement import MODES, plan_offsets
@@ -273,7 +275,7 @@ def test_scores_equal_the_librarys_forward_per_candidate(model: LoadedModel, gro
     scorer = CandidateScorer(model, question, encoded(model, chunks), draft_len=6)
     draft = [70, 71, 72, 73, 74, 75]
     whole = [*question.ids, *draft]
-    s_i, s_p = scorer.s_i(groups).tolist(), scorer.s_p(draft).tolist()
+    s_i, s_p = scorer.s_i(MaskedGroups(groups) if groups else LeaveOneOut()).tolist(), scorer.s_p([draft] * 3).tolist()
     for index, chunk in enumerate(chunks):
         content = list(question.content)
         brute = library_score(model, chunk, question.ids, content, groups or len(content))
@@ -337,8 +339,9 @@ def test_an_engine_answers_with_every_policy_and_decoder(model: LoadedModel) -> 
     assert len(stored.citations) == len(joint.citations)
     question = Prompt(tuple(random_ids(27, 1)), range(5, 22))
     kv = [engine.store.load(ref.chunk_id) for ref in engine.store.refs(engine.fingerprint)[:2]]
-    unending = replace(engine._retriever, model=with_eos(model, NO_TOKEN))
-    assert len(unending.draft(question, kv)) == 8  # more than one block of the smallest
+    unending = with_eos(model, NO_TOKEN)
+    drafts = make_drafts(unending, question, kv, context="first_stage", slots=8, rounds=1)
+    assert [len(draft) for draft in drafts] == [8] * len(kv)  # more than one block of the smallest
 
 
 def test_places_off_the_blocks_are_refused(tiny_model: LoadedModel) -> None:

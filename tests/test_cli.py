@@ -103,7 +103,7 @@ def test_choices_and_defaults_are_those_of_the_engine() -> None:
 
 
 def test_every_option_of_a_question_reaches_the_engine() -> None:
-    words = "--k 2 --candidates 5 --policy joint --placement gap --max-new-tokens 7"
+    words = "--k 2 --candidates 5 --first-stage fusion --policy joint --placement gap --chunk-rows 9 --max-new-tokens 7"
     words += " --threshold 0.5 --steps 3 --score-window 1.5 --temperature 0.7 --seed 9 --no-abstain"
     words += " --stop a --stop b --filter x=1 --filter y=2=3"
     options = ask.options_of(build_parser().parse_args(["ask", "q", "--store", "s", *words.split()]))

@@ -11,10 +11,16 @@ from pdllm_store import ChunkKV, MemoryStore
 from pdllm_rag import InputDocument, LoadedModel, RagEngine, ScoringOptions
 from pdllm_rag.attends import DenseAttend
 from pdllm_rag.clock import Clock
+from pdllm_rag.drafts import make_drafts
+from pdllm_rag.estimators import Estimator, LeaveOneOut, MaskedGroups
 from pdllm_rag.first_stage import BM25Index, folded
 from pdllm_rag.models.tokenizer import Prompt
 from pdllm_rag.scoring import CandidateScorer
 from pdllm_rag.support import support_probability
+
+
+def estimator_of(groups: int) -> Estimator:
+    return MaskedGroups(groups) if groups else LeaveOneOut()
 
 
 def candidates_of(engine: RagEngine) -> tuple[list[list[int]], list]:
@@ -46,7 +52,7 @@ def test_scores_over_stored_kv_equal_a_dense_forward_per_candidate(tiny_model: L
     engine.prefill([InputDocument("d", "Some words of very different length, cut in pieces. " * 4, "d")])
     ids, kv = candidates_of(engine)
     question = tiny_model.tokenizer.render(tiny_model.spec.family.template, [{"role": "user", "content": "Which?"}])
-    ours = CandidateScorer(tiny_model, question, kv).s_i(groups)
+    ours = CandidateScorer(tiny_model, question, kv).s_i(estimator_of(groups))
     for score, chunk in zip(ours.tolist(), ids, strict=True):
         expected = brute_force_s_i(
             tiny_model, chunk, list(question.ids), question.content, groups or len(question.content)
@@ -60,7 +66,7 @@ def test_the_draft_likelihood_equals_a_dense_forward_per_candidate(tiny_model: L
     engine.prefill([InputDocument("d", "Some words of very different length, cut in pieces. " * 4, "d")])
     ids, kv = candidates_of(engine)
     question = tiny_model.tokenizer.render(tiny_model.spec.family.template, [{"role": "user", "content": "Which?"}])
-    ours = CandidateScorer(tiny_model, question, kv, draft_len=3).s_p(draft)
+    ours = CandidateScorer(tiny_model, question, kv, draft_len=3).s_p([draft] * len(kv))
     whole = [*question.ids, *draft]
     rows = range(len(question.ids), len(whole))
     for score, chunk in zip(ours.tolist(), ids, strict=True):
@@ -77,7 +83,8 @@ def test_the_score_is_s_i_plus_lambda_s_p_and_the_margin_is_best_minus_median(ti
     selection = retriever.rank("About what?", refs, kv, 7, Clock())
     question = retriever.question("About what?")
     scorer = CandidateScorer(tiny_model, question, kv, draft_len=8)
-    s_i, s_p = scorer.s_i(2), scorer.s_p(retriever.draft(question, kv[:2]))
+    drafts = make_drafts(tiny_model, question, kv, context="first_stage", slots=8, rounds=1)
+    s_i, s_p = scorer.s_i(MaskedGroups(2)), scorer.s_p(drafts)
     expected = dict(zip(refs, (s_i + 0.5 * s_p).tolist(), strict=True))
     assert dict(zip(selection.refs, selection.scores, strict=True)) == pytest.approx(expected, abs=1e-5)
     assert list(selection.scores) == pytest.approx(sorted(expected.values(), reverse=True), abs=1e-5)
@@ -90,12 +97,14 @@ def test_a_candidates_score_does_not_depend_on_the_others(tiny_model: LoadedMode
     engine.prefill([InputDocument("d", "Some words of very different length, cut in pieces. " * 4, "d")])
     _, kv = candidates_of(engine)
     question = tiny_model.tokenizer.render(tiny_model.spec.family.template, [{"role": "user", "content": "Which?"}])
-    draft = [70, 71, 72]
+    draft, two = [70, 71, 72], MaskedGroups(2)
     together = CandidateScorer(tiny_model, question, kv, draft_len=3)
     for index, one in enumerate(kv):
         alone = CandidateScorer(tiny_model, question, [one], draft_len=3)
-        torch.testing.assert_close(together.s_i(2)[index : index + 1], alone.s_i(2), rtol=0, atol=1e-5)
-        torch.testing.assert_close(together.s_p(draft)[index : index + 1], alone.s_p(draft), rtol=0, atol=1e-5)
+        torch.testing.assert_close(together.s_i(two)[index : index + 1], alone.s_i(two), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            together.s_p([draft] * len(kv))[index : index + 1], alone.s_p([draft]), rtol=0, atol=1e-5
+        )
 
 
 def test_a_planted_needle_decides_the_signs(demo_model: LoadedModel) -> None:
@@ -116,8 +125,8 @@ def test_a_planted_needle_decides_the_signs(demo_model: LoadedModel) -> None:
     )
     scorer = CandidateScorer(demo_model, question, kv, draft_len=8)
     draft = demo_model.tokenizer.encode("Bartholomew")
-    assert int(scorer.s_i(2).argmax()) == 2
-    assert int(scorer.s_p(draft).argmax()) == 2
+    assert int(scorer.s_i(MaskedGroups(2)).argmax()) == 2
+    assert int(scorer.s_p([draft] * len(kv)).argmax()) == 2
     assert engine.retrieve("What is the name of the keeper's parrot?", k=1, candidates=5)[0].ref.doc_id == "d2"
 
 
@@ -131,7 +140,7 @@ def test_ties_keep_document_order_and_scores_descend(tiny_model: LoadedModel) ->
 
 
 def test_equal_scores_keep_document_order(tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CandidateScorer, "s_i", lambda self, _: torch.zeros(self._n))
+    monkeypatch.setattr(CandidateScorer, "s_i", lambda self, _, **__: torch.zeros(self._n))
     engine = RagEngine.open(
         MemoryStore(kv_dtype="float32"), tiny_model, chunk_len=64, scoring=ScoringOptions(draft_weight=0.0)
     )
@@ -256,5 +265,6 @@ def test_groups_that_are_scored_side_by_side_score_the_same(tiny_model: LoadedMo
     apart = CandidateScorer(tiny_model, question, candidates, draft_len=3)
     for groups in (1, 2, 3, 0):
         together = CandidateScorer(tiny_model, question, candidates, draft_len=3, at_once=2)
-        torch.testing.assert_close(together.s_i(groups), apart.s_i(groups), rtol=0, atol=1e-5)
-        torch.testing.assert_close(together.s_p([9, 10]), apart.s_p([9, 10]), rtol=0, atol=1e-5)
+        estimator = estimator_of(groups)
+        torch.testing.assert_close(together.s_i(estimator), apart.s_i(estimator), rtol=0, atol=1e-5)
+        torch.testing.assert_close(together.s_p([[9, 10]] * 3), apart.s_p([[9, 10]] * 3), rtol=0, atol=1e-5)

@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from pdllm_rag.engine import RagEngine
 
 ENGINE_NAMES = {"max_tokens": "max_new_tokens"}  # options that the frameworks know by another name
-RETRIEVAL_OPTIONS = ("k", "candidates", "filter")
+RETRIEVAL_OPTIONS = ("k", "candidates", "first_stage", "filter")
 ASK_OPTIONS = (
     *RETRIEVAL_OPTIONS,
     "score_window",
     "policy",
+    "chunk_rows",
     "placement",
     "decoder",
     "max_tokens",
@@ -142,8 +143,10 @@ class AskComponent(StoreComponent):
 
     Attributes:
         k, candidates, filter: how many chunks are read, how many are scored, and metadata that documents must have.
+        first_stage: what proposes the chunks scored: a name, or one's own (`pdllm_rag.foreign`).
         score_window: chunks that score this far below the best one are not read; infinity reads all k.
         policy, placement: where the chunks' KV comes from, and where they stand.
+        chunk_rows: most rows of a chunk that are read; None reads all.
         decoder, threshold, steps: how the answer is denoised.
         max_tokens: most answer tokens.
         temperature, seed: sampling; temperature 0 is deterministic.
@@ -153,9 +156,11 @@ class AskComponent(StoreComponent):
 
     k: StrictInt | None = None
     candidates: StrictInt | None = None
+    first_stage: Any = None
     filter: dict[str, Any] | None = None
     score_window: float | None = None
     policy: str | None = None
+    chunk_rows: int | None = None
     placement: str | None = None
     decoder: str | None = None
     max_tokens: StrictInt | None = None
@@ -194,11 +199,13 @@ class SearchComponent(StoreComponent):
     Attributes:
         k: most chunks to return.
         candidates: chunks that are scored.
+        first_stage: what proposes them: a name, or one's own (`pdllm_rag.foreign`).
         filter: metadata that documents must have.
     """
 
     k: StrictInt = 4
     candidates: StrictInt | None = None
+    first_stage: Any = None
     filter: dict[str, Any] | None = None
 
     @model_validator(mode="after")

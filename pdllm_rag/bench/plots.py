@@ -5,6 +5,7 @@ Both axes are logarithmic and carry units; the title says what hardware and whic
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,23 @@ FLOOR = "#555555"
 MARKERS = "osD^vPX*"
 
 
-def check_matplotlib() -> None:
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def check_plot(path: str) -> None:
     """Refuse a plot before anything is measured.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        ValueError: matplotlib is not installed, or cannot write this file.
     """
+    file = Path(path)
+    if file.suffix not in FORMATS or not os.access(file.parent, os.W_OK):
+        raise ValueError(f"{path!r} cannot be drawn; expected a name with {', '.join(FORMATS)} in a writable folder")
+    check_matplotlib()
+
+
+def check_matplotlib() -> None:
+    """Raises ValueError if matplotlib is not installed."""
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:

@@ -29,12 +29,12 @@ from pdllm_rag.bench.machine import Spread, compare, describe, take_turns
 from pdllm_rag.bench.prefill import random_chunks
 from pdllm_rag.clock import PHASES
 from pdllm_rag.decoding import CommitRule, Decoder, DecodeRequest, StaticKVDecoder, VanillaDecoder
+from pdllm_rag.drafts import DRAFT_CHUNKS
 from pdllm_rag.encoder import ChunkEncoder
 from pdllm_rag.engine import RagEngine
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.models.tokenizer import Prompt
 from pdllm_rag.placement import plan_offsets
-from pdllm_rag.retrieval import DRAFT_CHUNKS
 from pdllm_rag.scoring import CandidateScorer, ScoringOptions
 
 QUESTION = "Which instrument did the crew replace on the northern mooring after the storm in March?"
@@ -152,9 +152,9 @@ def _decodes(model: LoadedModel, shapes: QueryShapes, repeat: int, prompt: Promp
 
     def score() -> None:
         scorer = CandidateScorer(model, prompt, kv, draft_len=len(draft))
-        scorer.s_i(scoring.groups)
+        scorer.s_i(scoring.estimator)
         if draft:
-            scorer.s_p(draft)
+            scorer.s_p([draft] * len(kv))
 
     with tempfile.TemporaryDirectory(prefix="pdllm-bench-") as folder:
         store = LMDBStore.open(folder, kv_dtype="bfloat16")

@@ -17,12 +17,13 @@ from pdllm_store import ChunkId, ChunkKV, LMDBStore
 from pdllm_rag.bench.decode_sides import DecodeSizes, StaticSteps, random_ids, request_over
 from pdllm_rag.bench.prefill import random_chunks
 from pdllm_rag.decoding import CommitRule, DecodeRequest, StaticKVDecoder
+from pdllm_rag.drafts import DRAFT_CHUNKS
 from pdllm_rag.encoder import ChunkEncoder
+from pdllm_rag.evidence import scored_at_once
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.models.tokenizer import Prompt
 from pdllm_rag.placement import plan_offsets
 from pdllm_rag.pool import KVPool
-from pdllm_rag.retrieval import DRAFT_CHUNKS, SCORED_AT_ONCE
 from pdllm_rag.scoring import CandidateScorer, ScoringOptions
 
 PARTS = ("load", "draft", "score", "decode")
@@ -93,13 +94,14 @@ class Question:
         return [token for _, token in sorted(filled.items())][: self._scoring.draft_len]
 
     def _scores(self, kvs: Sequence[ChunkKV], draft: Sequence[int]) -> torch.Tensor:
+        estimator = self._scoring.estimator
+        at_once = len(estimator.readings(self._prompt.content))
         found = []
-        for start in range(0, len(kvs), SCORED_AT_ONCE):
-            some = kvs[start : start + SCORED_AT_ONCE]
-            scorer = CandidateScorer(
-                self._model, self._prompt, some, draft_len=len(draft), at_once=self._scoring.groups
-            )
-            found.append(scorer.s_i(self._scoring.groups) + scorer.s_p(draft))
+        step = scored_at_once(kvs)
+        for start in range(0, len(kvs), step):
+            some = kvs[start : start + step]
+            scorer = CandidateScorer(self._model, self._prompt, some, draft_len=len(draft), at_once=at_once)
+            found.append(scorer.s_i(estimator) + scorer.s_p([draft] * len(some)))
         return torch.cat(found)
 
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from pdllm_rag.cli.bench_report import DTYPES, add_device, add_output, chosen_device, quartiles, report, save, waiting
+from pdllm_rag.cli.bench_report import (
+    DTYPES,
+    add_device,
+    add_output,
+    check_file,
+    chosen_device,
+    quartiles,
+    report,
+    save,
+    waiting,
+)
 from pdllm_rag.cli.bench_values import count, heads, list_of
 from pdllm_rag.cli.console import say, table
 from pdllm_rag.cli.values import positive_int
@@ -65,10 +75,11 @@ def run_attention(args: argparse.Namespace) -> int:
     import torch
 
     from pdllm_rag.bench.attention import AttentionGrid, bench_attention, wrong_sides
-    from pdllm_rag.bench.plots import check_matplotlib, plot_attention
+    from pdllm_rag.bench.plots import check_plot, plot_attention
 
-    if args.plot:
-        check_matplotlib()
+    if args.plot is not None:
+        check_plot(args.plot)
+    check_file(args.out)
     grid = AttentionGrid(
         heads=args.heads,
         n_rows=args.rows,

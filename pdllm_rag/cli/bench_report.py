@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,10 +44,7 @@ def chosen_device(name: str | None) -> torch.device:
     """
     from pdllm_rag.models.loader import check_seen, one_device
 
-    device = check_seen(one_device(name or "auto", None))
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}; expected cpu or cuda")
-    return device
+    return check_seen(one_device(name or "auto", None))
 
 
 def waiting(args: argparse.Namespace) -> AbstractContextManager[object]:
@@ -78,6 +76,19 @@ def model_subject(figures: dict[str, Any]) -> str:
     """The model of figures, its compute dtype and where it ran."""
     machine = figures["machine"]
     return f"{figures['model']} in {machine['dtype']} on {machine['device']}, {machine['threads']} threads"
+
+
+def check_file(path: str | None) -> None:
+    """Refuse a file that could not be written, before anything is measured.
+
+    Raises:
+        ValueError: its folder is not there or not writable, or it is a folder itself.
+    """
+    if path is None:
+        return
+    file = Path(path)
+    if not path or file.is_dir() or not os.access(file.parent, os.W_OK):
+        raise ValueError(f"{path!r} cannot be written; expected a file in a folder that is there and writable")
 
 
 def save(path: str | None, figures: dict[str, Any]) -> None:

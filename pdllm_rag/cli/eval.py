@@ -9,8 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from pdllm_rag.cli import prefill
+from pdllm_rag.cli import eval_anchors, eval_needle, eval_retrieval, prefill
 from pdllm_rag.cli.console import byte_size, on_terminal, print_table, progress_bar, results, table, write_json
+from pdllm_rag.cli.eval_report import estimate, settings
 from pdllm_rag.cli.opening import add_model, add_store, is_store_given, open_engine
 from pdllm_rag.cli.options import add_asking, asking_options
 from pdllm_rag.cli.values import positive_int
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from pdllm_rag.config import AskOptions
     from pdllm_rag.engine import RagEngine
     from pdllm_rag.evaluation import Outcome, Question
-    from pdllm_rag.models import LoadedModel
 
 ANSWERABLE_ROWS = (
     ("accuracy", "accurate (exact or contained)"),
@@ -86,6 +86,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     reuse.add_argument("--limit", type=positive_int, metavar="N", help="ask only the first N questions")
     reuse.add_argument("--json", action="store_true", help="print one JSON object and no progress")
     reuse.set_defaults(run=run_reuse)
+    eval_needle.add_parser(measures)
+    eval_anchors.add_parser(measures)
+    eval_retrieval.add_parser(measures)
 
 
 def run_qa(args: argparse.Namespace) -> int:
@@ -109,7 +112,7 @@ def run_qa(args: argparse.Namespace) -> int:
             "data": args.data,
             **summary(outcomes),
             "settings": {
-                **_settings(engine.model, options),
+                **settings(engine.model, options),
                 "kv_dtype": engine.fingerprint.kv_dtype,
                 "store": Path(engine.store.path).name,
             },
@@ -144,7 +147,7 @@ def run_reuse(args: argparse.Namespace) -> int:
         )
     figures = {"questions": args.questions, "documents": args.documents, "kv_dtypes": by_dtype}
     if args.json:
-        write_json({**figures, "settings": _settings(model, options)})
+        write_json({**figures, "settings": settings(model, options)})
     else:
         print_table(results(), _reuse_table(by_dtype))
     return 0
@@ -171,34 +174,16 @@ def _ask(
     return outcomes
 
 
-def _settings(model: LoadedModel, options: AskOptions) -> dict[str, Any]:
-    return {
-        "model": model.spec.name,
-        "weights": model.weights_digest,
-        "dtype": str(model.backbone.dtype).removeprefix("torch."),
-        "k": options.k,
-        "candidates": options.candidates,
-        "score_window": model.spec.family.score_window if options.score_window is None else options.score_window,
-        "draft_weight": model.spec.family.draft_weight,
-        "decoder": options.decoder,
-        "policy": options.policy,
-        "placement": options.placement,
-        "max_new_tokens": options.max_new_tokens,
-        "threshold": options.threshold,
-        "abstain": options.abstain,
-    }
-
-
 def _tables(figures: dict[str, Any]) -> list[Table]:
     headers = ("questions", "measure", "value", "95 % interval", "n")
     quality = table(*headers, right=headers[2:])
     answerable = figures["answerable"]
     for key, label in ANSWERABLE_ROWS:
         n = answerable["n_retrieval" if "recall" in key or key == "mrr" else "n"]
-        quality.add_row("answerable", label, *_estimate(answerable[key]), str(n))
+        quality.add_row("answerable", label, *estimate(answerable[key]), str(n))
     for kind, label in (("unrelated", "unrelated"), ("near_miss", "near miss")):
         part = figures[kind]
-        quality.add_row(label, "refused", *_estimate(part["refused"]), str(part["n"]))
+        quality.add_row(label, "refused", *estimate(part["refused"]), str(part["n"]))
     cost = table("cost", "median", "90th percentile", right=("median", "90th percentile"))
     for key, label in (("nfe", "forward passes"), ("ms", "total ms")):
         cost.add_row(label, f"{figures[key]['median']:.0f}", f"{figures[key]['p90']:.0f}")
@@ -220,15 +205,9 @@ def _reuse_cells(figures: dict[str, Any]) -> dict[str, str]:
     estimates = {f"answerable: {label}": answerable[key] for key, label in ANSWERABLE_ROWS if key in REUSE_ROWS}
     estimates |= {f"{kind.replace('_', ' ')}: refused": figures[kind]["refused"] for kind in ("unrelated", "near_miss")}
     estimates["the same text as from float32"] = figures["agreement"]
-    return {label: "{} ({})".format(*_estimate(value)) for label, value in estimates.items()} | {
+    return {label: "{} ({})".format(*estimate(value)) for label, value in estimates.items()} | {
         "relative L2 error of keys": f"{error['k']:.2e}",
         "relative L2 error of values": f"{error['v']:.2e}",
         "KV of 1,000 tokens": byte_size(round(figures["kv_bytes_per_1k_tokens"])),
         f"mean ms of loading {load['chunks']} chunks": f"{load['ms']['value']:.1f}",
     }
-
-
-def _estimate(estimate: dict[str, float] | None) -> tuple[str, str]:
-    if estimate is None:
-        return "-", "-"
-    return f"{estimate['value']:.3f}", f"{estimate['low']:.3f} to {estimate['high']:.3f}"

@@ -102,14 +102,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_expected(error: Exception) -> bool:
-    if isinstance(error, (ValueError, OSError)):
+    if isinstance(error, (ValueError, OSError)) or _is_lack_of_memory(error):
         return True
     from pdllm_store.errors import PdllmError
 
     return isinstance(error, PdllmError)
 
 
+def _is_lack_of_memory(error: Exception) -> bool:
+    """torch says so in a RuntimeError, on a CPU by its text alone."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "out of memory" in str(error))
+    )
+
+
 def _message(error: Exception) -> str:
+    if _is_lack_of_memory(error):
+        first = str(error).partition("\n")[0]
+        return f"there is not enough memory ({first[:160] or 'MemoryError'}); take smaller sizes"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error) or type(error).__name__

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 # Spelled out, so that `--help` needs no model code; a test keeps them equal to the engine's.
 DECODERS = ("static_kv", "vanilla")
+FIRST_STAGES = ("bm25", "sketch", "fusion")
 LOADS = ("store", "auto")
 POLICIES = ("independent", "joint")
 PLACEMENTS = ("sequential", "gap", "reuse")
@@ -23,6 +24,9 @@ def add_asking(parser: argparse.ArgumentParser) -> None:
     tuning = parser.add_argument_group("reading and decoding")
     tuning.add_argument("--candidates", type=positive_int, default=8, metavar="N", help="chunks scored (default: 8)")
     tuning.add_argument(
+        "--first-stage", choices=FIRST_STAGES, default="bm25", help="what proposes the chunks scored (default: bm25)"
+    )
+    tuning.add_argument(
         "--score-window",
         type=not_negative,
         metavar="NATS",
@@ -30,6 +34,12 @@ def add_asking(parser: argparse.ArgumentParser) -> None:
     )
     tuning.add_argument("--decoder", choices=DECODERS, default="static_kv", help="(default: static_kv)")
     tuning.add_argument("--policy", choices=POLICIES, default="independent", help="(default: independent)")
+    tuning.add_argument(
+        "--chunk-rows",
+        type=positive_int,
+        metavar="N",
+        help="read only the rows of each chunk that the question attends to most (experimental; default: all)",
+    )
     tuning.add_argument("--placement", choices=PLACEMENTS, default="sequential", help="(default: sequential)")
     tuning.add_argument(
         "--threshold",
@@ -49,9 +59,11 @@ def asking_options(args: argparse.Namespace, **others: object) -> AskOptions:
         {
             "k": args.k,
             "candidates": args.candidates,
+            "first_stage": args.first_stage,
             "score_window": args.score_window,
             "decoder": args.decoder,
             "policy": args.policy,
+            "chunk_rows": args.chunk_rows,
             "placement": args.placement,
             "threshold": args.threshold,
             "steps": args.steps,

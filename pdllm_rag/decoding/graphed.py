@@ -223,10 +223,13 @@ def checked_out(backbone: FusedBackbone, logit_shift: bool, shape: Shape) -> Ite
     """A captured step that serves this shape, for the caller alone; kept for the next one afterwards."""
     idle = backbone.captures
     with backbone.captures_lock:
-        fitting = [place for place, ((own, shift), _) in enumerate(idle) if shift == logit_shift and own.serves(shape)]
-        # the one with the fewest rows to compute for nothing, and of those the one used last
-        place = min(fitting, key=lambda place: (idle[place][0][0].canvas_rows, -place), default=None)
-        step = None if place is None else idle.pop(place)[1]
+        fitting = [entry for entry in reversed(idle) if entry[0][1] == logit_shift and entry[0][0].serves(shape)]
+        # The one with the fewest rows to compute for nothing, of those the one used last. Not by its place: the
+        # collector may end a decode that was left halfway in this thread at any moment, and that changes the list.
+        chosen = min(fitting, key=lambda entry: entry[0][0].canvas_rows, default=None)
+        if chosen is not None:
+            idle[:] = [entry for entry in idle if entry is not chosen]
+        step = None if chosen is None else chosen[1]
     if step is None:
         with _CAPTURING:
             step = GraphedStep(backbone, logit_shift, shape)

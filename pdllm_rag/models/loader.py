@@ -167,11 +167,15 @@ def one_device(device: str, device_map: str | Mapping[str, Any] | None) -> torch
         found = torch.device(f"cuda:{place}" if place.isdecimal() else place)
     except RuntimeError:
         raise ValueError(f"device {place!r} is unknown; expected auto, cpu or cuda") from None
-    return torch.device("cuda:0") if found.type == "cuda" and found.index is None else found
+    if found.type == "cuda":
+        return torch.device("cuda", found.index or 0)
+    return torch.device("cpu") if found.type == "cpu" else found
 
 
 def check_seen(device: torch.device) -> torch.device:
-    """The device as it is. Raises ValueError if it is a GPU and torch sees none."""
+    """The device as it is. Raises ValueError if it is neither the CPU nor a GPU that torch sees."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is '{device}'; expected auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"device '{device}' was asked for and torch {torch.__version__} sees no GPU; install a CUDA build of "

@@ -48,6 +48,7 @@ class PDLLMRetriever(BaseRetriever):
         model: "demo" or a checkpoint's folder.
         similarity_top_k: most chunks to return.
         candidates: chunks that are scored; None takes the engine's default.
+        first_stage: what proposes them: a name, or one's own (`pdllm_rag.foreign`); None takes the engine's default.
         filter: metadata that documents must have.
     """
 
@@ -59,11 +60,18 @@ class PDLLMRetriever(BaseRetriever):
         device: str = "auto",
         similarity_top_k: int = 4,
         candidates: int | None = None,
+        first_stage: Any = None,
         filter: dict[str, Any] | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         self._search = SearchComponent(
-            store=store, model=model, device=device, k=similarity_top_k, candidates=candidates, filter=filter
+            store=store,
+            model=model,
+            device=device,
+            k=similarity_top_k,
+            candidates=candidates,
+            first_stage=first_stage,
+            filter=filter,
         )
         super().__init__(callback_manager=callback_manager)
 

@@ -1,0 +1,44 @@
+"""What the measures of `pdllm eval` say in one way: settings, values with intervals, where they were measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdllm_rag.config import AskOptions
+    from pdllm_rag.models import LoadedModel
+
+
+def settings(model: LoadedModel, options: AskOptions) -> dict[str, Any]:
+    """What was measured: the model, and how it was asked."""
+    return {
+        "model": model.spec.name,
+        "weights": model.weights_digest,
+        "dtype": str(model.backbone.dtype).removeprefix("torch."),
+        "k": options.k,
+        "candidates": options.candidates,
+        "score_window": model.spec.family.score_window if options.score_window is None else options.score_window,
+        "draft_weight": model.spec.family.draft_weight,
+        "decoder": options.decoder,
+        "policy": options.policy,
+        "placement": options.placement,
+        "max_new_tokens": options.max_new_tokens,
+        "threshold": options.threshold,
+        "abstain": options.abstain,
+    }
+
+
+def estimate(estimate: dict[str, float] | None) -> tuple[str, str]:
+    """A value and its interval, for a table."""
+    if estimate is None:
+        return "-", "-"
+    return f"{estimate['value']:.3f}", f"{estimate['low']:.3f} to {estimate['high']:.3f}"
+
+
+def where(figures: dict[str, Any]) -> str:
+    """The model of figures and the machine that they were measured on, in a line."""
+    machine = figures["machine"]
+    return (
+        f"{figures['settings']['model']} in {machine['dtype']} on {machine['device']}, {machine['threads']} threads; "
+        f"{machine['cpu']}; torch {machine['torch']}, transformers {machine['transformers']}"
+    )

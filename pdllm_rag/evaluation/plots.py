@@ -1,0 +1,117 @@
+"""Pictures of evaluations: PNG files by matplotlib, which only this needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pdllm_rag.bench.plots import FONT_SIZE, check_matplotlib
+
+COLOUR_MAP = "RdYlBu"  # told apart by the colour-blind too
+DARK = (0.18, 0.82)  # shares of hits beyond which a cell's number is white
+NOT_ASKED = "#dddddd"
+TASK_TITLES = {
+    "passkey": "passkey",
+    "number": "number",
+    "key_value": "key-value",
+    "multi": "one needle of several",
+}
+ANCHOR_STYLES = {
+    "each": ("a BOS in each chunk", "#0b6e4f", "o"),
+    "none": ("no BOS", "#c0392b", "s"),
+    "first": ("one dense text, one BOS", "#1f5fa8", "^"),
+}
+
+
+def plot_needles(figures: Mapping[str, Any], path: str | Path) -> None:
+    """Hits by length and depth: a row of heatmaps for each task, a column for each way of asking."""
+    series = figures["series"]
+    tasks = list(dict.fromkeys(cell["task"] for one in series for cell in one["cells"]))
+    lengths = sorted({cell["length"] for one in series for cell in one["cells"]})
+    depths = sorted({cell["depth"] for one in series for cell in one["cells"]})
+    size = (1.4 + len(series) * (1.6 + 0.85 * len(lengths)) + 1.2, 0.9 + len(tasks) * (1.3 + 0.5 * len(depths)))
+    figure, axes = _canvas(len(tasks), len(series), size, figures)
+    image = None
+    for row, task in zip(axes, tasks, strict=True):
+        for axis, one in zip(row, series, strict=True):
+            cells = {(c["length"], c["depth"]): c for c in one["cells"] if c["task"] == task}
+            shares = [[_share(cells.get((length, depth))) for length in lengths] for depth in depths]
+            axis.set_facecolor(NOT_ASKED)
+            image = axis.imshow(shares, cmap=COLOUR_MAP, vmin=0, vmax=1, aspect="auto")
+            for x, y in product(range(len(lengths)), range(len(depths))):
+                cell = cells.get((lengths[x], depths[y]))
+                text = "not asked" if cell is None else f"{cell['hits']}/{cell['n']}"
+                is_dark = not DARK[0] <= shares[y][x] <= DARK[1] and cell is not None
+                colour, font_size = ("white" if is_dark else "black"), FONT_SIZE - (3 if cell is None else 1)
+                axis.text(x, y, text, ha="center", va="center", color=colour, fontsize=font_size)
+            axis.set_xticks(range(len(lengths)), [_tokens(length) for length in lengths])
+            axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+            axis.set_xticks([x + 0.5 for x in range(len(lengths) - 1)], minor=True)
+            axis.set_yticks([y + 0.5 for y in range(len(depths) - 1)], minor=True)
+            axis.grid(which="minor", color="white", linewidth=1.5)
+            axis.tick_params(which="minor", length=0)
+            axis.tick_params(labelsize=FONT_SIZE - 1)
+            axis.set_xlabel("haystack (tokens)", fontsize=FONT_SIZE - 1)
+            axis.set_ylabel("depth of the needle", fontsize=FONT_SIZE - 1)
+            axis.set_title(f"{TASK_TITLES[task]}, {_name(one)}", fontsize=FONT_SIZE)
+    bar = figure.colorbar(image, ax=axes, fraction=0.04)
+    bar.set_label("share of needles found", fontsize=FONT_SIZE - 1)
+    figure.savefig(path, dpi=130)
+
+
+def plot_anchors(figures: Mapping[str, Any], path: str | Path) -> None:
+    """Mass on the first row and on the other rows of each chunk over the context, a row of panels for each length."""
+    lengths = list(dict.fromkeys(one["length"] for one in figures["masses"]))
+    figure, axes = _canvas(len(lengths), 3, (17.0, 0.8 + 4.4 * len(lengths)), figures)
+    for row, length in zip(axes, lengths, strict=True):
+        for one in figures["masses"]:
+            if one["length"] != length:
+                continue
+            label, colour, marker = ANCHOR_STYLES[one["anchors"]]
+            numbers = range(1, one["n_chunks"] + 1)
+            style = {"label": label, "color": colour, "marker": marker}
+            row[0].plot(numbers, one["head"], **style)
+            row[1].plot(numbers, one["rest"], **style)
+            row[2].plot(range(len(one["layers"]["heads"])), one["layers"]["heads"], **style)
+        titles = "first row of each chunk", "other rows of each chunk", "first rows of all chunks together"
+        below = "chunk, in the order of the text", "chunk, in the order of the text", "layer"
+        for axis, title, label in zip(row, titles, below, strict=True):
+            axis.set_title(f"{title}, {_tokens(length)} tokens", fontsize=FONT_SIZE)
+            axis.set_xlabel(label, fontsize=FONT_SIZE)
+            axis.set_ylabel("attention mass of the answer's rows", fontsize=FONT_SIZE - 1)
+            axis.set_ylim(bottom=0)
+            axis.tick_params(labelsize=FONT_SIZE - 1)
+            axis.grid(alpha=0.3)
+            axis.xaxis.get_major_locator().set_params(integer=True)
+        row[0].legend(fontsize=FONT_SIZE - 2)
+    figure.savefig(path, dpi=130)
+
+
+def _canvas(n_rows: int, n_columns: int, size: tuple[float, float], figures: Mapping[str, Any]) -> tuple[Any, Any]:
+    """A figure and its axes, [n_rows][n_columns]."""
+    check_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    machine = figures["machine"]
+    title = f"{figures['settings']['model']}, {machine['dtype']} on {machine['device']}, torch {machine['torch']}"
+    figure.suptitle(title, fontsize=FONT_SIZE + 1)
+    return figure, figure.subplots(n_rows, n_columns, squeeze=False)
+
+
+def _share(cell: Mapping[str, Any] | None) -> float:
+    return float("nan") if cell is None else cell["hits"] / cell["n"]
+
+
+def _name(series: Mapping[str, Any]) -> str:
+    if series["mode"] == "dense":
+        return "dense prompt"
+    return f"chunks of {series['chunk_len']}" + ("" if series["bos"] else ", no BOS")
+
+
+def _tokens(value: float) -> str:
+    return f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"
