@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from pdllm_rag.attention import block_masks, resolve, split_s_attention
+from pdllm_rag.attention import AttentionState, block_masks, resolve, split_s_attention
 from pdllm_rag.attention.triton import SplitAttention, why_not
 from pdllm_rag.attention.turn import Turn
 from pdllm_rag.context import Context
@@ -113,25 +113,29 @@ class SplitSAttend:
         positions, n_rows = _canvas_rows(context, rope)
         self._cos, self._sin = rope.tables(positions)
         self._rope = rope
-        self._context = context
+        self.context = context
         self._masks: Sequence[torch.Tensor | None] = block_masks(positions, n_rows, block) or [None] * len(n_rows)
         self._backend = backend
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q = rotate(q, self._cos, self._sin).to(q.dtype)
         k = rotate(k, self._cos, self._sin).to(k.dtype)
-        keys, values = self._context.k[layer], self._context.v[layer]
+        keys, values = self.context.k[layer], self.context.v[layer]
         parts, start = [], 0
-        for sequence, mask in zip(self._context.sequences, self._masks, strict=True):
+        for sequence, mask in zip(self.context.sequences, self._masks, strict=True):
             rows = slice(start, start + sequence.n_rows)
             canvas = slice(sequence.canvas_row, sequence.canvas_row + sequence.n_rows)
             keys[canvas], values[canvas] = k[rows], v[rows]
             state = split_s_attention(
                 q[rows], keys, values, sequence.table, rope=self._rope, mask=mask, backend=self._backend
             )
+            self.attended(layer, q[rows], state)
             parts.append(state.out)
             start = rows.stop
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def attended(self, layer: int, q: torch.Tensor, state: AttentionState) -> None:
+        """Called with each sequence's rotated queries and result; a subclass may look on."""
 
 
 class PackedSplitSAttend:
@@ -141,7 +145,7 @@ class PackedSplitSAttend:
         rope, device = backbone.rope, backbone.device
         positions, n_rows = _canvas_rows(context, rope)
         self._context = context
-        self.turn = Turn(*rope.tables(positions), slots=canvas_slots(context).to(device))
+        self.turn = Turn(*rope.tables(positions), slots=torch.cat([s.slots() for s in context.sequences]).to(device))
         self.attention = SplitAttention(
             [sequence.table for sequence in context.sequences],
             n_rows,
@@ -167,12 +171,6 @@ def split_s_attend(
     if resolve(backend, backbone.device, backbone.dtype, backbone.head_dim) == "triton":
         return PackedSplitSAttend(backbone, context, block=block)
     return SplitSAttend(backbone.rope, context, block=block, backend=backend)
-
-
-def canvas_slots(context: Context) -> torch.Tensor:
-    """int32 [N], the buffer row of each canvas row."""
-    rows = [torch.arange(s.canvas_row, s.canvas_row + s.n_rows, dtype=torch.int32) for s in context.sequences]
-    return torch.cat(rows)
 
 
 def _canvas_rows(context: Context, rope: Rope) -> tuple[torch.Tensor, list[int]]:

@@ -37,6 +37,10 @@ class SequenceLayout(NamedTuple):
         """int64 [n_rows] positions of the canvas rows."""
         return torch.arange(self.canvas_start, self.canvas_start + self.n_rows)
 
+    def slots(self) -> torch.Tensor:
+        """int32 [n_rows] buffer rows of the canvas rows."""
+        return torch.arange(self.canvas_row, self.canvas_row + self.n_rows, dtype=torch.int32)
+
 
 @dataclass(frozen=True, eq=False)
 class Context:

@@ -35,18 +35,19 @@ def plan_offsets(lens: Sequence[int], mode: str, *, chunk_len: int, multiple: in
     if any(length < 1 for length in lens):
         raise ValueError(f"chunk lengths are {list(lens)}; expected at least 1 each")
     if mode == "reuse":
-        return Placement((0,) * len(lens), _up(max(lens, default=0), multiple))
+        return Placement((0,) * len(lens), round_up(max(lens, default=0), multiple))
     if mode == "gap":
-        slot = _up(chunk_len, multiple)
+        slot = round_up(chunk_len, multiple)
         if any(length > slot for length in lens):
             raise ValueError(f"chunk of {max(lens)} tokens in slots of {slot}; expected chunk_len >= the longest chunk")
         return Placement(tuple(i * slot for i in range(len(lens))), len(lens) * slot)
     offsets, position = [], 0
     for length in lens:
         offsets.append(position)
-        position = _up(position + length, multiple)
+        position = round_up(position + length, multiple)
     return Placement(tuple(offsets), position)
 
 
-def _up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below the value."""
     return -(-value // multiple) * multiple

@@ -18,16 +18,16 @@ from collections.abc import Sequence
 import torch
 from pdllm_store import ChunkKV
 
-from pdllm_rag.attention import block_masks, causal_block, split_s_attention
+from pdllm_rag.attends import SplitSAttend
+from pdllm_rag.attention import AttentionState, causal_block
 from pdllm_rag.context import Context, Placed, gather
 from pdllm_rag.models.loader import LoadedModel
-from pdllm_rag.models.rope import rotate
 from pdllm_rag.placement import Placement
 
 NEIGHBOURHOOD = 7  # rows, odd
 
 
-class _ColumnSums:
+class _ColumnSums(SplitSAttend):
     """`SplitSAttend` of one sequence that also sums the attention each chunk row gets.
 
     Attributes:
@@ -35,32 +35,20 @@ class _ColumnSums:
     """
 
     def __init__(self, model: LoadedModel, context: Context, lens: Sequence[int]) -> None:
-        (self._layout,) = context.sequences
-        backbone = model.backbone
-        positions = self._layout.positions().to(backbone.device)
-        self._cos, self._sin = backbone.rope.tables(positions)
-        masks = block_masks(positions, [len(positions)], causal_block(model.spec.family))
-        self._mask = None if masks is None else masks[0]
-        self._context, self._lens = context, tuple(lens)
-        self.sums = [torch.zeros(length, device=backbone.device) for length in lens]
+        super().__init__(model.backbone.rope, context, block=causal_block(model.spec.family))
+        self.sums = [torch.zeros(length, device=model.backbone.device) for length in lens]
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q = rotate(q, self._cos, self._sin).to(q.dtype)
-        k = rotate(k, self._cos, self._sin).to(k.dtype)
-        keys, values = self._context.k[layer], self._context.v[layer]
-        canvas = slice(self._layout.canvas_row, self._layout.canvas_row + self._layout.n_rows)
-        keys[canvas], values[canvas] = k, v
-        out, lse = split_s_attention(q, keys, values, self._layout.table, mask=self._mask)
+    def attended(self, layer: int, q: torch.Tensor, state: AttentionState) -> None:
+        keys = self.context.k[layer]
         n_rows, _, head_dim = q.shape
-        grouped = q.view(n_rows, k.shape[1], -1, head_dim).float()
-        totals = lse.view(n_rows, k.shape[1], -1, 1)
+        grouped = q.view(n_rows, keys.shape[1], -1, head_dim).float()
+        totals = state.lse.view(n_rows, keys.shape[1], -1, 1)
         row = 0
-        for index, length in enumerate(self._lens):
-            own = keys[row : row + length].float()
+        for sums in self.sums:
+            own = keys[row : row + len(sums)].float()
             scores = torch.einsum("lgrd,tgd->lgrt", grouped, own) / math.sqrt(head_dim)
-            self.sums[index] += torch.exp(scores - totals).sum(dim=(0, 1, 2))
-            row += length
-        return out
+            sums += torch.exp(scores - totals).sum(dim=(0, 1, 2))
+            row += len(sums)
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from pdllm_rag.cli.bench_report import (
     DTYPES,
     add_device,
     add_output,
-    check_file,
+    check_files,
     chosen_device,
     quartiles,
     report,
@@ -75,11 +75,9 @@ def run_attention(args: argparse.Namespace) -> int:
     import torch
 
     from pdllm_rag.bench.attention import AttentionGrid, bench_attention, wrong_sides
-    from pdllm_rag.bench.plots import check_plot, plot_attention
+    from pdllm_rag.bench.plots import plot_attention
 
-    if args.plot is not None:
-        check_plot(args.plot)
-    check_file(args.out)
+    check_files(args)
     grid = AttentionGrid(
         heads=args.heads,
         n_rows=args.rows,

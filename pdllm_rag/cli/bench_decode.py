@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from pdllm_rag.cli.bench_prefill import add_model, chosen_model
-from pdllm_rag.cli.bench_report import add_output, check_file, model_subject, quartiles, report, save, waiting
+from pdllm_rag.cli.bench_report import add_output, check_files, model_subject, quartiles, report, save, waiting
 from pdllm_rag.cli.bench_values import count, list_of
 from pdllm_rag.cli.console import table
 from pdllm_rag.cli.values import positive_int
@@ -74,11 +74,9 @@ def run_decode(args: argparse.Namespace) -> int:
     """Measure decoding and report."""
     from pdllm_rag.bench.decode import bench_decode, default_candidates
     from pdllm_rag.bench.decode_sides import DecodeSizes
-    from pdllm_rag.bench.plots import check_plot, plot_speed_up
+    from pdllm_rag.bench.plots import plot_speed_up
 
-    if args.plot is not None:
-        check_plot(args.plot)
-    check_file(args.out)
+    check_files(args)
     with waiting(args):
         model = chosen_model(args)
         sizes = DecodeSizes(

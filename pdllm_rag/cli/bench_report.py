@@ -78,12 +78,17 @@ def model_subject(figures: dict[str, Any]) -> str:
     return f"{figures['model']} in {machine['dtype']} on {machine['device']}, {machine['threads']} threads"
 
 
-def check_file(path: str | None) -> None:
-    """Refuse a file that could not be written, before anything is measured.
+def check_files(args: argparse.Namespace) -> None:
+    """Refuse `--plot` and `--out` that could not be written, before anything is measured.
 
     Raises:
-        ValueError: its folder is not there or not writable, or it is a folder itself.
+        ValueError: a folder is not there or not writable, or a file is one itself; or as `plots.check_plot`.
     """
+    from pdllm_rag.bench.plots import check_plot
+
+    if args.plot is not None:
+        check_plot(args.plot)
+    path: str | None = args.out
     if path is None:
         return
     file = Path(path)

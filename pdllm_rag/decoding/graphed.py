@@ -28,6 +28,7 @@ from pdllm_rag.decoding.predictions import LogitRows
 from pdllm_rag.decoding.sampling import Proposal
 from pdllm_rag.models.fused import FusedBackbone
 from pdllm_rag.numerics import checked
+from pdllm_rag.placement import round_up
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,9 @@ class Shape(NamedTuple):
     @classmethod
     def fitting(cls, n_sequences: int, canvas_rows: int, context_rows: int, answer_rows: int) -> Shape:
         """The smallest shape in use that holds these."""
-        return cls(n_sequences, _up(canvas_rows, ROWS_APART), _up(max(1, context_rows), CONTEXT_APART), answer_rows)
+        return cls(
+            n_sequences, round_up(canvas_rows, ROWS_APART), round_up(max(1, context_rows), CONTEXT_APART), answer_rows
+        )
 
     def serves(self, other: Shape) -> bool:
         """Whether a step of this shape does for another one: room for more context costs nothing, more canvas does."""
@@ -79,7 +82,7 @@ class GraphedStep:
         started = time.perf_counter()
         self.shape = shape
         self._backbone: FusedBackbone = weakref.proxy(backbone)  # which holds this step: no circle keeps weights alive
-        self._shift = int(logit_shift)
+        self.logit_shift = logit_shift
         device = backbone.device
         n_rows = shape.n_sequences * shape.canvas_rows
         n_predicted = shape.n_sequences * shape.answer_rows
@@ -113,9 +116,9 @@ class GraphedStep:
         predicting = torch.zeros(self.shape.n_sequences * answers, dtype=torch.int64)
         for index, layout in zip(active, layouts, strict=True):
             own = slice(index * rows, index * rows + layout.n_rows)
-            slots[own] = torch.arange(layout.canvas_row, layout.canvas_row + layout.n_rows, dtype=torch.int32)
+            slots[own] = layout.slots()
             positions[own] = layout.positions()
-            window = torch.arange(layout.n_rows - answers, layout.n_rows) - self._shift
+            window = torch.arange(layout.n_rows - answers, layout.n_rows) - int(self.logit_shift)
             predicting[index * answers : (index + 1) * answers] = index * rows + window
         turn = self._attend.turn
         cos, sin = self._backbone.rope.tables(positions.to(self._backbone.device))
@@ -221,15 +224,14 @@ class GraphedRows:
 @contextmanager
 def checked_out(backbone: FusedBackbone, logit_shift: bool, shape: Shape) -> Iterator[GraphedStep]:
     """A captured step that serves this shape, for the caller alone; kept for the next one afterwards."""
-    idle = backbone.captures
+    idle: list[GraphedStep] = backbone.captures
     with backbone.captures_lock:
-        fitting = [entry for entry in reversed(idle) if entry[0][1] == logit_shift and entry[0][0].serves(shape)]
+        fitting = [one for one in reversed(idle) if one.logit_shift == logit_shift and one.shape.serves(shape)]
         # The one with the fewest rows to compute for nothing, of those the one used last. Not by its place: the
         # collector may end a decode that was left halfway in this thread at any moment, and that changes the list.
-        chosen = min(fitting, key=lambda entry: entry[0][0].canvas_rows, default=None)
-        if chosen is not None:
-            idle[:] = [entry for entry in idle if entry is not chosen]
-        step = None if chosen is None else chosen[1]
+        step = min(fitting, key=lambda one: one.shape.canvas_rows, default=None)
+        if step is not None:
+            idle[:] = [one for one in idle if one is not step]
     if step is None:
         with _CAPTURING:
             step = GraphedStep(backbone, logit_shift, shape)
@@ -237,10 +239,6 @@ def checked_out(backbone: FusedBackbone, logit_shift: bool, shape: Shape) -> Ite
         yield step
     finally:
         with backbone.captures_lock:
-            idle.append(((step.shape, logit_shift), step))
-            while len(idle) > 1 and (len(idle) > MAX_IDLE or sum(one.n_bytes for _, one in idle) > MAX_IDLE_BYTES):
+            idle.append(step)
+            while len(idle) > 1 and (len(idle) > MAX_IDLE or sum(one.n_bytes for one in idle) > MAX_IDLE_BYTES):
                 del idle[0]
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -25,21 +25,20 @@ import torch
 from pdllm_store import ChunkKV
 
 from pdllm_rag.attends import SplitSAttend
-from pdllm_rag.attention import ChunkTable, block_masks, causal_block, split_s_attention
+from pdllm_rag.attention import AttentionState, ChunkTable, causal_block, split_s_attention
 from pdllm_rag.context import Context, Placed, gather
 from pdllm_rag.decoding import Canvas
 from pdllm_rag.encoder import ChunkEncoder
 from pdllm_rag.evaluation.haystack import BETWEEN, Haystack
 from pdllm_rag.models.backbone import Backbone
 from pdllm_rag.models.loader import LoadedModel
-from pdllm_rag.models.rope import rotate
-from pdllm_rag.placement import Placement, plan_offsets
+from pdllm_rag.placement import Placement, plan_offsets, round_up
 from pdllm_rag.policies import encode_jointly
 
 ANCHORS = ("each", "none", "first")
 
 
-class RecordingAttend:
+class RecordingAttend(SplitSAttend):
     """`SplitSAttend` of one sequence that also keeps the mass which its last rows put on each run of keys.
 
     The runs are the head (one row) and the rest of each chunk, chunk after chunk, and then the canvas.
@@ -58,33 +57,28 @@ class RecordingAttend:
         self, backbone: Backbone, context: Context, n_rows: int, *, block: int | None = None, backend: str = "auto"
     ) -> None:
         (sequence,) = context.sequences
-        rope = backbone.rope
-        self._inner = SplitSAttend(rope, context, block=block, backend=backend)
-        positions = sequence.positions().to(backbone.device)
-        masks = block_masks(positions, [sequence.n_rows], block)
-        self._mask = None if masks is None else masks[0][-n_rows:]
-        self._cos, self._sin = rope.tables(positions[-n_rows:])
-        self._context, self._backend, self._n_rows = context, backend, n_rows
+        super().__init__(backbone.rope, context, block=block, backend=backend)
+        (mask,) = self._masks
+        self._own_mask = None if mask is None else mask[-n_rows:]
+        self._n_rows = n_rows
         *chunks, canvas = sequence.table.runs()
         parts = [part for start, length, _ in chunks for part in ((start, 1, 0), (start + 1, length - 1, 0))]
         self._tables = [ChunkTable.of([run]) for run in (*parts, canvas)]
         self.masses: list[torch.Tensor] = []
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = self._inner(layer, q, k, v)  # puts the canvas's keys into the context
-        rows = rotate(q[-self._n_rows :], self._cos, self._sin).to(q.dtype)
-        keys, values = self._context.k[layer], self._context.v[layer]
+    def attended(self, layer: int, q: torch.Tensor, state: AttentionState) -> None:
+        del state  # the masses of the runs sum to it
+        rows, keys, values = q[-self._n_rows :], self.context.k[layer], self.context.v[layer]
         last = len(self._tables) - 1
         lse = torch.stack(
             [
                 split_s_attention(
-                    rows, keys, values, table, mask=self._mask if index == last else None, backend=self._backend
+                    rows, keys, values, table, mask=self._own_mask if index == last else None, backend=self._backend
                 ).lse.float()
                 for index, table in enumerate(self._tables)
             ]
         )
         self.masses.append(torch.softmax(lse, dim=0).mean(dim=(1, 2)).cpu())
-        return out
 
 
 class Encoded(NamedTuple):
@@ -109,7 +103,7 @@ def encode(model: LoadedModel, texts: Sequence[str], anchors: str, placement: st
     if anchors == "first":
         ids = [bos + tokenizer.encode(BETWEEN.join(texts))]
         (whole,), placed = encode_jointly(model, ids, plan_offsets([len(ids[0])], "sequential", chunk_len=0))
-        start = -(-placed.canvas_start // block) * block
+        start = round_up(placed.canvas_start, block)
         keys, values = (torch.tensor_split(tensor, len(texts), dim=1) for tensor in whole)
         chunks = [ChunkKV(k, v) for k, v in zip(keys, values, strict=True)]
         return Encoded(chunks, Placement((0,) * len(chunks), start))

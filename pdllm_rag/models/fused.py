@@ -82,8 +82,8 @@ class FusedBackbone(Backbone):
     The weights may not be moved or replaced afterwards: the joined tensors are what is computed with.
 
     Attributes:
-        captures: what has been captured over these weights and waits to be used again, each with its key, the one that
-            was used last at the end (see `checked_out`).
+        captures: what has been captured over these weights and waits to be used again, the one that was used last
+            at the end (see `checked_out`).
 
     Raises:
         ValueError: the model is not of that kind (`why_not_fused`).
@@ -97,7 +97,7 @@ class FusedBackbone(Backbone):
         self._eps: float = model.config.rms_norm_eps
         self._overlap = overlap(self.device)
         self._layers = [_fuse(layer) for layer in model.model.layers]
-        self.captures: list[tuple[Any, Any]] = []
+        self.captures: list[Any] = []
         self.captures_lock = RLock()  # the collector may end a decode that was left halfway in a thread that holds it
 
     @torch.inference_mode()
