@@ -25,12 +25,14 @@ RUNS = {
     "cuda": {"reference": (F32, *HALVES), "flash": HALVES, "flex": (F32, *HALVES), "triton": (F32, *HALVES)},
 }
 HAS_CUDA = torch.cuda.is_available()
+KERNEL_DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")  # on a CPU the kernels are interpreted
 NEEDS_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a GPU"))
 INTERPRETED_HERE = pytest.mark.skipif(
     HAS_CUDA or sys.platform != "linux", reason="Triton's kernels are interpreted on Linux without a GPU"
 )
 # from the interpreter of triton up to 3.6, which needs a numpy before 2.4
 OF_INTERPRETER = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar")
+MARKS_OF_KERNELS = list(NEEDS_CUDA) if HAS_CUDA else [INTERPRETED_HERE, OF_INTERPRETER]  # on KERNEL_DEVICE
 
 
 def grid(dtypes: Sequence[torch.dtype] = (F32, *HALVES), backends: Sequence[str] = ()) -> pytest.MarkDecorator:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from attention_cases import (
     F32,
+    KERNEL_DEVICE,
+    MARKS_OF_KERNELS,
     Case,
     assert_is_one_softmax,
     grid,
@@ -193,11 +195,12 @@ def rows_of_run(attention: SplitAttention, case: Case, device: str, rows: slice)
     return AttentionState(state.out[rows].cpu(), state.lse[rows].cpu() * math.log(2))
 
 
-def test_layouts_that_the_kernel_cannot_read_are_refused() -> None:
-    q, k = torch.randn(3, 2, 16), torch.randn(20, 2, 16)
-    shape = {"n_heads": 2, "n_kv_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": torch.device("cpu")}
+@pytest.mark.parametrize("device", [pytest.param(KERNEL_DEVICE, marks=MARKS_OF_KERNELS, id=KERNEL_DEVICE.type)])
+def test_layouts_that_the_kernel_cannot_read_are_refused(device: torch.device) -> None:
+    q, k = torch.randn(3, 2, 16, device=device), torch.randn(20, 2, 16, device=device)
+    shape = {"n_heads": 2, "n_kv_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": device}
     attention = SplitAttention([ChunkTable((0,), (20,), (0,))], [3], **shape)
-    apart = torch.randn(20, 4, 16)[:, :2]
+    apart = torch.randn(20, 4, 16, device=device)[:, :2]
     for keys, values in ((k, apart), (apart, k), (k[:10], k[:10])):
         with pytest.raises(ValueError, match="20 of them"):
             attention(q, keys, values)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_cases import INTERPRETED_HERE, NEEDS_CUDA, OF_INTERPRETER
+from attention_cases import KERNEL_DEVICE, MARKS_OF_KERNELS
 from pdllm_store import ChunkKV
 from tiny import save_tiny_model
 
@@ -31,13 +31,12 @@ from pdllm_rag.models.rope import Rope
 from pdllm_rag.placement import plan_offsets
 
 BLOCK = 4
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = list(NEEDS_CUDA) if DEVICE.type == "cuda" else [INTERPRETED_HERE, OF_INTERPRETER]
+pytestmark = MARKS_OF_KERNELS
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, LoadedModel]:
-    """A model on the CPU, and the same weights fused, on `DEVICE`."""
+    """A model on the CPU, and the same weights fused, on `KERNEL_DEVICE`."""
     folder = save_tiny_model(tmp_path_factory.mktemp("m"), model_type=request.param, num_hidden_layers=2)
     plain = load_model(str(folder), device="cpu", dtype=torch.float32)
     plain = replace(plain, spec=replace(plain.spec, family=replace(plain.spec.family, block_len=BLOCK)))
@@ -52,8 +51,8 @@ def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fused(plain: LoadedModel) -> LoadedModel:
     one = plain.backbone
-    model = copy.deepcopy(one.model).to(DEVICE)
-    rope = Rope.from_config(model.config, DEVICE)
+    model = copy.deepcopy(one.model).to(KERNEL_DEVICE)
+    rope = Rope.from_config(model.config, KERNEL_DEVICE)
     return replace(plain, backbone=FusedBackbone(model, rope, mask_id=one.mask_id, forbidden_from=one.forbidden_from))
 
 
@@ -90,7 +89,7 @@ def test_hidden_states_and_captured_keys_are_the_plain_ones(pair: tuple[LoadedMo
     ids, lens = torch.randint(5, 200, (11,)), [4, 7]
     positions = torch.cat([torch.arange(n) for n in lens])
     theirs = plain.hidden(ids, DenseAttend(plain.rope, lens, positions))
-    ours = quick.hidden(ids.to(DEVICE), DenseAttend(quick.rope, lens, positions.to(DEVICE)))
+    ours = quick.hidden(ids.to(KERNEL_DEVICE), DenseAttend(quick.rope, lens, positions.to(KERNEL_DEVICE)))
     torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
     captures = []
     for one in (plain, quick):
@@ -115,7 +114,7 @@ def test_packed_split_s_is_the_one_by_one(pair: tuple[LoadedModel, LoadedModel])
         for heads in (plain.n_heads, *[plain.n_kv_heads] * 2)
     )
     theirs = SplitSAttend(plain.rope, contexts[0], backend="reference")(1, q, k, v)
-    ours = PackedSplitSAttend(quick, contexts[1])(1, *(x.to(DEVICE) for x in (q, k, v)))
+    ours = PackedSplitSAttend(quick, contexts[1])(1, *(x.to(KERNEL_DEVICE) for x in (q, k, v)))
     torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
     for a, b in ((contexts[0].k[1], contexts[1].k[1]), (contexts[0].v[1], contexts[1].v[1])):
         torch.testing.assert_close(b.cpu(), a, rtol=0, atol=1e-5)
@@ -130,7 +129,7 @@ def test_proposals_are_those_of_the_pure_function(pair: tuple[LoadedModel, Loade
     one.forbidden_from, kept = 8000, one.forbidden_from
     raw[3, 8500] = 90.0
     raw[4, 7] = torch.nan
-    found = one.proposals(raw.to(DEVICE)).cpu()
+    found = one.proposals(raw.to(KERNEL_DEVICE)).cpu()
     expected = propose(one.allowed(raw[:4].clone()))
     one.forbidden_from = kept
     assert found[:4, 0].tolist() == expected.tokens.tolist()
