@@ -78,15 +78,15 @@ class Asking:
             find: from the question's text to what was found.
 
         Raises:
-            RequestError: no question; ContextWindowError: it does not fit.
+            RequestError: no question; ContextWindowError: it does not fit; ValueError: the decoder cannot run here.
             GenerationCancelled: `options.cancel` was set.
             NumericsError: the model's logits are not finite.
         """
         clock = Clock()
+        decoder = options.make_decoder(self.model)
         text, prompt = self.prompt(question, options)
         found = find(text, clock)
         ranked = self._fitting(found, prompt, options)
-        decoder = options.make_decoder(self.model)
         reading = self._thinned(self._read(ranked, found, decoder, options, clock), prompt, options, clock)
         outcome = Outcome(self._transcript(options), [])
         if ranked:

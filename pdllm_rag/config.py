@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from pdllm_rag.decoding import CommitRule, Decoder, Sampling, StaticKVDecoder, VanillaDecoder
+from pdllm_rag.decoding import CommitRule, Decoder, Sampling, kinds
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.placement import MODES
 from pdllm_rag.policies import POLICIES
 from pdllm_rag.stages import Choice, check_choice
-
-DECODERS: dict[str, Callable[[LoadedModel, CommitRule], Decoder]] = {
-    "static_kv": StaticKVDecoder,
-    "vanilla": VanillaDecoder,
-}
 
 
 @dataclass(frozen=True)
@@ -34,7 +29,8 @@ class AskOptions:
         chunk_rows: most rows of a chunk that are read, those that the question attends to most (`sparsity`); None
             reads all.
         placement: where they stand (`placement`).
-        decoder: "static_kv", or "vanilla", which encodes the chunks anew at each step.
+        decoder: what fills the answer (`decoding.kinds`): "static_kv"; "vanilla" encodes the chunks anew at each step.
+        decoder_options: that decoder's own options.
         max_new_tokens: most answer tokens.
         threshold: confidence above which a proposal is committed at once.
         steps: most denoising steps per block, or None.
@@ -53,6 +49,7 @@ class AskOptions:
     chunk_rows: int | None = None
     placement: str = "sequential"
     decoder: str = "static_kv"
+    decoder_options: Mapping[str, Any] = field(default_factory=dict)
     max_new_tokens: int = 32
     threshold: float = 0.9
     steps: int | None = None
@@ -68,20 +65,14 @@ class AskOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
-        for name, known in (("policy", POLICIES), ("placement", MODES), ("decoder", tuple(DECODERS))):
+        for name, known in (("policy", POLICIES), ("placement", MODES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
         check_choice(self.first_stage)
-        if self.decoder == "vanilla" and self.policy != "independent":
-            raise ValueError(
-                f"policy is {self.policy!r} with decoder 'vanilla', which encodes chunks and question together at each "
-                "step and has no cache policy; leave the policy out, or take decoder 'static_kv'"
-            )
         rows = self.chunk_rows
         if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
             raise ValueError(f"chunk_rows is {rows!r}; expected a whole number of 1 or more, or None")
-        if rows is not None and self.decoder == "vanilla":
-            raise ValueError("chunk_rows was given with decoder 'vanilla', which reads no stored rows; leave it out")
+        kinds.check(self.decoder, self.decoder_options, self)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if any(not isinstance(text, str) or not text for text in self.stop):
@@ -109,5 +100,9 @@ class AskOptions:
         return self.policy if self.chunk_rows is None else f"{self.policy}, {self.chunk_rows} rows a chunk"
 
     def make_decoder(self, model: LoadedModel) -> Decoder:
-        """The decoder that these options name."""
-        return DECODERS[self.decoder](model, CommitRule(self.threshold, self.steps))
+        """The decoder that these options name.
+
+        Raises:
+            ValueError: it does not run on this model.
+        """
+        return kinds.make_decoder(self.decoder, model, CommitRule(self.threshold, self.steps), self.decoder_options)

@@ -24,8 +24,9 @@ from pdllm_rag.cli import ask, main, prefill, store
 from pdllm_rag.cli import options as cli_options
 from pdllm_rag.cli.console import StreamedText
 from pdllm_rag.cli.main import build_parser
-from pdllm_rag.config import DECODERS, AskOptions
+from pdllm_rag.config import AskOptions
 from pdllm_rag.decoding import DecodeStep
+from pdllm_rag.decoding.kinds import KINDS
 from pdllm_rag.engine import LOADS, RagEngine
 from pdllm_rag.errors import NumericsError
 from pdllm_rag.events import CanvasUpdate, Final, TextDelta
@@ -76,6 +77,8 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ("ask q --store s --temperature -1", "expected a number of 0 or more"),
         ("ask q --store s --seed x", "expected a whole number of 0 or more"),
         ("ask q --store s --decoder magic", "static_kv"),
+        ("ask q --store s --decoder-option block", "expected KEY=VALUE"),
+        ("ask q --store s --decoder-option a=1 --decoder-option a=2", "got the key 'a' twice, expected it once"),
         ("ask q --store s --max-new 8", "--max-new"),
         ("prefill d --store s --shard 3/2", "got '3/2', expected I/N"),
         ("prefill d --store s --shard 0/2", "expected I/N"),
@@ -94,7 +97,7 @@ def test_wrong_usage_ends_with_2_and_says_what_was_expected(
 
 
 def test_choices_and_defaults_are_those_of_the_engine() -> None:
-    assert set(cli_options.DECODERS) == set(DECODERS)
+    assert set(cli_options.DECODERS) == set(KINDS)
     assert cli_options.LOADS == LOADS
     assert set(cli_options.POLICIES) == set(POLICIES)
     assert set(cli_options.PLACEMENTS) == set(MODES)
@@ -108,7 +111,7 @@ def test_every_option_of_a_question_reaches_the_engine() -> None:
     words += " --stop a --stop b --filter x=1 --filter y=2=3"
     options = ask.options_of(build_parser().parse_args(["ask", "q", "--store", "s", *words.split()]))
     same = [f.name for f in fields(options) if getattr(options, f.name) == getattr(AskOptions(), f.name)]
-    assert same == ["decoder", "cancel"]  # vanilla has no policy to go with
+    assert same == ["decoder", "decoder_options", "cancel"]  # vanilla has no policy to go with
     assert options.stop == ("a", "b")
     assert options.filter == {"x": "1", "y": "2=3"}
 

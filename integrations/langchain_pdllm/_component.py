@@ -37,6 +37,7 @@ ASK_OPTIONS = (
     "chunk_rows",
     "placement",
     "decoder",
+    "decoder_options",
     "max_tokens",
     "threshold",
     "steps",
@@ -147,7 +148,7 @@ class AskComponent(StoreComponent):
         score_window: chunks that score this far below the best one are not read; infinity reads all k.
         policy, placement: where the chunks' KV comes from, and where they stand.
         chunk_rows: most rows of a chunk that are read; None reads all.
-        decoder, threshold, steps: how the answer is denoised.
+        decoder, decoder_options, threshold, steps: how the answer is denoised.
         max_tokens: most answer tokens.
         temperature, seed: sampling; temperature 0 is deterministic.
         stop: strings that end the answer.
@@ -163,6 +164,7 @@ class AskComponent(StoreComponent):
     chunk_rows: int | None = None
     placement: str | None = None
     decoder: str | None = None
+    decoder_options: dict[str, Any] | None = None
     max_tokens: StrictInt | None = None
     threshold: float | None = None
     steps: StrictInt | None = None

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -22,7 +22,7 @@ from pdllm_rag.cli.console import (
 )
 from pdllm_rag.cli.opening import add_model, add_store, open_engine
 from pdllm_rag.cli.options import LOADS, add_asking, asking_options
-from pdllm_rag.cli.values import positive_int, seed, temperature
+from pdllm_rag.cli.values import KeyValues, positive_int, seed, temperature
 
 if TYPE_CHECKING:
     from pdllm_rag.answer import Answer, AnswerStats, Citation
@@ -47,8 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_model(parser)
     parser.add_argument(
         "--filter",
-        type=_key_value,
-        action=_Filter,
+        action=KeyValues,
         default={},
         metavar="KEY=VALUE",
         help="only documents with this metadata, doc_id or source; may be given several times, once a key",
@@ -161,24 +160,6 @@ def _cost(stats: AnswerStats) -> str:
     phases = ", ".join(f"{name} {ms:.0f}" for name, ms in stats.ms.items() if name != "total")
     chunks = f"{stats.chunks.hit} hit, {stats.chunks.recomputed} recomputed"
     return f"{stats.ms['total']:.0f} ms ({phases}), nfe {stats.nfe}, chunks {chunks}"
-
-
-class _Filter(argparse.Action):
-    """Collects KEY=VALUE into a dictionary; a document has one value of a key, so two never match."""
-
-    def __call__(self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
-        key, value = values
-        held = getattr(namespace, self.dest)
-        if key in held:
-            raise argparse.ArgumentError(self, f"got the key {key!r} twice, expected it once")
-        setattr(namespace, self.dest, {**held, key: value})
-
-
-def _key_value(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected KEY=VALUE, such as media_type=text/html")
-    return key, value
 
 
 def _not_empty(text: str) -> str:

@@ -20,6 +20,7 @@ def settings(model: LoadedModel, options: AskOptions) -> dict[str, Any]:
         "score_window": model.spec.family.score_window if options.score_window is None else options.score_window,
         "draft_weight": model.spec.family.draft_weight,
         "decoder": options.decoder,
+        "decoder_options": dict(options.decoder_options),
         "policy": options.policy,
         "placement": options.placement,
         "max_new_tokens": options.max_new_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from pdllm_rag.cli.values import not_negative, positive_int, probability
+from pdllm_rag.cli.values import TypedKeyValues, not_negative, positive_int, probability
 
 if TYPE_CHECKING:
     from pdllm_rag.config import AskOptions
@@ -33,6 +33,13 @@ def add_asking(parser: argparse.ArgumentParser) -> None:
         help="leave out chunks that score this far below the best; inf reads all k (default: the model family's)",
     )
     tuning.add_argument("--decoder", choices=DECODERS, default="static_kv", help="(default: static_kv)")
+    tuning.add_argument(
+        "--decoder-option",
+        action=TypedKeyValues,
+        default={},
+        metavar="KEY=VALUE",
+        help="an option of that decoder (docs/decoders.md); may be given several times, once a key",
+    )
     tuning.add_argument("--policy", choices=POLICIES, default="independent", help="(default: independent)")
     tuning.add_argument(
         "--chunk-rows",
@@ -62,6 +69,7 @@ def asking_options(args: argparse.Namespace, **others: object) -> AskOptions:
             "first_stage": args.first_stage,
             "score_window": args.score_window,
             "decoder": args.decoder,
+            "decoder_options": args.decoder_option,
             "policy": args.policy,
             "chunk_rows": args.chunk_rows,
             "placement": args.placement,

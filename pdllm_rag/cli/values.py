@@ -6,10 +6,12 @@ command with one line that says what was got and what was expected.
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from argparse import ArgumentTypeError
+from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 from fractions import Fraction
+from typing import Any
 
 _SIZE_UNITS = {"": 1} | {
     f"{letter}{suffix}".lower(): base**power
@@ -96,6 +98,34 @@ def duration(text: str) -> int:
     if not found:
         raise ArgumentTypeError(f"got {text!r}, expected a duration such as 90s, 15m, 12h or 30d")
     return int(found[1]) * _SECONDS[found[2]]
+
+
+class KeyValues(Action):
+    """Collects KEY=VALUE, the option given several times, into a dictionary; a key has one value."""
+
+    def __call__(self, _parser: ArgumentParser, namespace: Namespace, values: Any, *_: Any) -> None:
+        key, equals, text = values.partition("=")
+        if not key or not equals:
+            raise ArgumentError(self, f"got {values!r}, expected KEY=VALUE")
+        held = getattr(namespace, self.dest)
+        if key in held:
+            raise ArgumentError(self, f"got the key {key!r} twice, expected it once")
+        setattr(namespace, self.dest, {**held, key: self.value(text)})
+
+    def value(self, text: str) -> Any:
+        """The value of its text."""
+        return text
+
+
+class TypedKeyValues(KeyValues):
+    """The same; a value is a number, true, false or null as in JSON, and text otherwise."""
+
+    def value(self, text: str) -> Any:
+        """See `KeyValues.value`."""
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
 
 
 def _number(text: str) -> float:

@@ -23,6 +23,7 @@ from pdllm_rag.context import Placed, gather, rows_needed
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.denoise import CommitRule, denoise
 from pdllm_rag.decoding.graphed import GraphedRows, Shape, checked_out
+from pdllm_rag.decoding.options import NoOptions
 from pdllm_rag.decoding.predictions import LogitRows
 from pdllm_rag.models.backbone import Attend
 from pdllm_rag.models.fused import FusedBackbone
@@ -35,7 +36,14 @@ class StaticKVDecoder:
     name = "static_kv"
     needs_kv = True
 
-    def __init__(self, model: LoadedModel, rule: CommitRule | None = None, *, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        rule: CommitRule | None = None,
+        options: NoOptions = NoOptions(),  # noqa: ARG002, B008
+        *,
+        backend: str = "auto",
+    ) -> None:
         self._model = model
         self._rule = rule or CommitRule()
         backbone = model.backbone

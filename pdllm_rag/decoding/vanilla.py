@@ -17,6 +17,7 @@ from pdllm_rag.attends import DenseAttend
 from pdllm_rag.attention import block_masks, causal_block
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.denoise import CommitRule, denoise
+from pdllm_rag.decoding.options import NoOptions
 from pdllm_rag.decoding.predictions import LogitRows
 from pdllm_rag.decoding.static_kv import answer_logits
 from pdllm_rag.models.loader import LoadedModel
@@ -29,7 +30,16 @@ class VanillaDecoder:
     needs_kv = False
     backend = "dense"
 
-    def __init__(self, model: LoadedModel, rule: CommitRule | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        rule: CommitRule | None = None,
+        options: NoOptions = NoOptions(),  # noqa: ARG002, B008
+        *,
+        backend: str = "auto",
+    ) -> None:
+        if backend not in ("auto", self.backend):
+            raise ValueError(f"backend is {backend!r} with decoder 'vanilla'; expected auto or {self.backend}")
         self._model = model
         self._rule = rule or CommitRule()
 

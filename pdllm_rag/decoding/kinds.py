@@ -1,0 +1,116 @@
+"""The decoders that can be asked for by name: what each takes, what it cannot go with, what it is not meant for.
+
+To add one, add an entry to `KINDS`, its name to the command line's choices (cli/options.py), and a line to the contract
+tests (tests/test_decoder_contract.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pdllm_rag.decoding.base import Decoder
+from pdllm_rag.decoding.denoise import CommitRule
+from pdllm_rag.decoding.options import NoOptions, read_options
+from pdllm_rag.decoding.static_kv import StaticKVDecoder
+from pdllm_rag.decoding.vanilla import VanillaDecoder
+from pdllm_rag.models.loader import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+
+class DecoderType(Protocol):
+    """A decoder's class."""
+
+    name: str
+    needs_kv: bool
+
+    def __call__(
+        self, model: LoadedModel, rule: CommitRule | None = None, options: Any = ..., *, backend: str = "auto"
+    ) -> Decoder:
+        """A decoder for one model."""
+        ...
+
+
+class Asked(Protocol):
+    """What is asked beside the decoder, for it to refuse (`config.AskOptions`)."""
+
+    @property
+    def policy(self) -> str: ...
+    @property
+    def chunk_rows(self) -> int | None: ...
+    @property
+    def steps(self) -> int | None: ...
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of decoder.
+
+    Attributes:
+        decoder: its class, with a `name`.
+        options: its frozen dataclass of options (see `options.read_options`).
+        clash: why it cannot go with what else is asked, or None; a decoder that reads no stored KV takes no policy and
+            no `chunk_rows` anyway.
+        why_not: why it cannot run on a model, or None.
+        caution: why it runs on a model and was not made for it, or None; gets the model and the decoder's options.
+    """
+
+    decoder: DecoderType
+    options: type[Any] = NoOptions
+    clash: Callable[[Asked], str | None] = _nothing
+    why_not: Callable[[LoadedModel], str | None] = _nothing
+    caution: Callable[[LoadedModel, Any], str | None] = _nothing
+
+
+KINDS: dict[str, Kind] = {
+    kind.decoder.name: kind
+    for kind in (
+        Kind(StaticKVDecoder),
+        Kind(VanillaDecoder),
+    )
+}
+
+
+def check(name: str, options: Mapping[str, Any], asked: Asked) -> None:
+    """Refuse a decoder's options, or what it cannot go with.
+
+    Raises:
+        ValueError: no such decoder, an option it has not, a bad value, or a clash.
+    """
+    if name not in KINDS:
+        raise ValueError(f"decoder is {name!r}; expected one of {', '.join(KINDS)}")
+    kind = KINDS[name]
+    read_options(name, kind.options, options)
+    if not kind.decoder.needs_kv and asked.policy != "independent":
+        raise ValueError(
+            f"policy is {asked.policy!r} with decoder {name!r}, which encodes chunks and question together at each "
+            "step and has no cache policy; leave the policy out, or take decoder 'static_kv'"
+        )
+    if not kind.decoder.needs_kv and asked.chunk_rows is not None:
+        raise ValueError(f"chunk_rows was given with decoder {name!r}, which reads no stored rows; leave it out")
+    if reason := kind.clash(asked):
+        raise ValueError(f"decoder {name!r}: {reason}")
+
+
+def make_decoder(
+    name: str, model: LoadedModel, rule: CommitRule, options: Mapping[str, Any], *, backend: str = "auto"
+) -> Decoder:
+    """The decoder of that name for a model; tells of a model that it was not made for.
+
+    Raises:
+        ValueError: bad options, or a model that it cannot run on.
+    """
+    kind = KINDS[name]
+    chosen = read_options(name, kind.options, options)
+    if reason := kind.why_not(model):
+        raise ValueError(f"decoder {name!r} does not run on {model.spec.name}: {reason}")
+    if reason := kind.caution(model, chosen):
+        logger.warning("decoder %r is not meant for %s: %s", name, model.spec.name, reason)
+    return kind.decoder(model, rule, chosen, backend=backend)
