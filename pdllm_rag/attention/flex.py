@@ -79,8 +79,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [1, H, L, D] and lse float32 [1, H, L] of q [1, H, L, D], k, v [1, G, T, D] and seen bool [L, T].
 
-    A block mask skips blocks that nobody sees; there are none, since only the canvas' own keys are masked. (The compiler
-    of torch 2.11 also finds no kernel for a block mask whose lengths may vary.)
+    A block mask skips blocks that nobody sees; there are none, since only the canvas' own keys are masked. (The
+    compiler of torch 2.11 also finds no kernel for a block mask whose lengths may vary.)
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
