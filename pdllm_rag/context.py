@@ -41,6 +41,13 @@ class SequenceLayout(NamedTuple):
         """int32 [n_rows] buffer rows of the canvas rows."""
         return torch.arange(self.canvas_row, self.canvas_row + self.n_rows, dtype=torch.int32)
 
+    def windowed(self, window: range) -> SequenceLayout:
+        """The same with a part of the canvas as its canvas, and the rows before and after it as two more runs."""
+        first, after = self.canvas_row + window.start, self.canvas_row + window.stop
+        runs = [*self.table.runs()][:-1]
+        runs += [(self.canvas_row, window.start, 0), (after, self.n_rows - window.stop, 0), (first, len(window), 0)]
+        return SequenceLayout(ChunkTable.of(runs), first, len(window), self.canvas_start + window.start)
+
 
 @dataclass(frozen=True, eq=False)
 class Context:
@@ -59,6 +66,11 @@ class Context:
                 first = layout.canvas_row + copy * n_rows
                 table = layout.table.with_last(first, n_rows)
                 layouts.append(layout._replace(table=table, canvas_row=first, n_rows=n_rows))
+        return Context(self.k, self.v, tuple(layouts))
+
+    def windowed(self, kept: Sequence[int], windows: Sequence[range]) -> Context:
+        """The same buffers for some of the sequences, a part of each canvas to be computed (see `SequenceLayout`)."""
+        layouts = [self.sequences[index].windowed(window) for index, window in zip(kept, windows, strict=True)]
         return Context(self.k, self.v, tuple(layouts))
 
     def narrowed(self, kept: Sequence[int], canvas_lens: Sequence[int]) -> Context:

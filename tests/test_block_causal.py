@@ -160,7 +160,7 @@ def test_a_chunk_alone_equals_itself_in_a_batch(model: LoadedModel) -> None:
 def test_static_kv_logits_are_the_librarys_at_every_state_of_the_canvas(
     model: LoadedModel, backend: str, lens: tuple[int, ...], prompt_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(static_kv, "denoise", lambda *given: given[1])  # the forward pass itself
+    monkeypatch.setattr(static_kv, "denoise", lambda *given, **_: given[1])  # the forward pass itself
     request = request_for(model, lens, prompt_len=prompt_len, max_new_tokens=40)
     forward = StaticKVDecoder(model, backend=backend).steps([request])
     block = block_of(model)

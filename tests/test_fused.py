@@ -135,7 +135,7 @@ def test_proposals_are_those_of_the_pure_function(pair: tuple[LoadedModel, Loade
     assert found[:4, 0].tolist() == expected.tokens.tolist()
     assert found[1, 0] == 40
     bits = found[:, 1:].contiguous().view(torch.float32)
-    torch.testing.assert_close(bits[:4, 0], expected.confidence, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(bits[:4, 0], expected.confidence.float(), rtol=1e-5, atol=1e-7)
     assert torch.isfinite(bits[:4, 1]).all()
     assert not torch.isfinite(bits[4, 1])
 

@@ -2,6 +2,7 @@
 
 from pdllm_rag.decoding.base import Canvas, Decoder, DecodeRequest, DecodeStep, Sampling
 from pdllm_rag.decoding.denoise import CommitRule
+from pdllm_rag.decoding.fast_dllm import FastDLLMDecoder
 from pdllm_rag.decoding.static_kv import StaticKVDecoder
 from pdllm_rag.decoding.vanilla import VanillaDecoder
 
@@ -11,6 +12,7 @@ __all__ = [
     "DecodeRequest",
     "DecodeStep",
     "Decoder",
+    "FastDLLMDecoder",
     "Sampling",
     "StaticKVDecoder",
     "VanillaDecoder",

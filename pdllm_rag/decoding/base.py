@@ -2,6 +2,7 @@
 
 - prompt tokens never change, whatever their ids: holes are known by position, not by the mask id;
 - the canvas holds whole blocks of masks; an answer shorter than a block is a prefix of the same computation;
+- blocks are filled left to right; the masks of later ones are not there yet, or (`whole`) all stand from the start;
 - a committed end-of-answer token fills what follows it: nothing after it is ever computed or shown;
 - for a block-causal model answer blocks end where the model's blocks do: the prompt's tail stands fixed in the first.
 """
@@ -19,22 +20,29 @@ from numpy.typing import NDArray
 from pdllm_store import ChunkKV
 
 from pdllm_rag.attention import causal_block
+from pdllm_rag.context import Placed
 from pdllm_rag.models.families import Family
-from pdllm_rag.placement import Placement
+from pdllm_rag.placement import Placement, round_up
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. temperature 0 is greedy and deterministic; above 0 `seed` makes a run repeatable."""
+    """How tokens are drawn. temperature 0 is greedy and deterministic; above 0 `seed` makes a run repeatable.
+
+    top_p: above temperature 0, only the likeliest tokens that have this probability together are drawn.
+    """
 
     temperature: float = 0.0
     seed: int = 0
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}; expected a number of 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; expected a number above 0 and up to 1")
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +67,19 @@ class DecodeRequest:
     sampling: Sampling = Sampling()
     probe_ids: Sequence[int] = ()
     cancel: threading.Event = field(default_factory=threading.Event)
+
+    def placed(self) -> Placed:
+        """The chunks' stored KV where it stands.
+
+        Raises:
+            ValueError: there are not as many chunks as places.
+        """
+        if len(self.chunk_kv) != len(self.placement.offsets):
+            raise ValueError(
+                f"request has KV of {len(self.chunk_kv)} chunks for {len(self.placement.offsets)} places; expected as "
+                "many"
+            )
+        return Placed(tuple(self.chunk_kv), self.placement)
 
 
 class DecodeStep(NamedTuple):
@@ -114,10 +135,13 @@ class Canvas:
         lead: `align`, if the first token of a mask block is committed before its others, else 1. (Under logit shift the
             row that predicts it lies in the block before and does not see its block, and the other rows were trained
             on blocks whose first token is known.)
+        whole: the masks of all blocks stand from the start, as LLaDA and Fast-dLLM have it: the answer then depends on
+            how many there are.
 
     Attributes:
         ids: int64 [prompt_len + answer rows], masks at uncommitted answer rows.
         masked: bool [answer rows].
+        block: answer rows of the current block.
     """
 
     def __init__(
@@ -130,6 +154,7 @@ class Canvas:
         max_new_tokens: int,
         align: int = 1,
         lead: int = 1,
+        whole: bool = False,
     ) -> None:
         if not prompt_ids:
             raise ValueError("the prompt has no tokens; expected at least one before the answer")
@@ -143,7 +168,10 @@ class Canvas:
         self._lead = lead
         self._end: int | None = None  # first end-of-answer token
         self._set(np.array(prompt_ids, dtype=np.int64), np.zeros(0, dtype=np.bool_))
-        self._add_rows(block_len - self.prompt_len % align)
+        self.block = range(block_len - self.prompt_len % align)
+        self._add_rows(len(self.block))
+        if whole:
+            self._add_rows(round_up(max(0, max_new_tokens - len(self.block)), block_len))
 
     @staticmethod
     def room(prompt_len: int, max_new_tokens: int, family: Family) -> int:
@@ -191,17 +219,19 @@ class Canvas:
     def advance(self) -> FinishReason | None:
         """Why the answer is complete, or None; opens the next block when this one is full."""
         open_rows = self._open()
-        n_ready = int(open_rows[0]) if len(open_rows) else len(self._masked)
+        n_ready = int(open_rows[0]) if len(open_rows) else self.block.stop
         if self._end is not None and self._end < n_ready:
             return "stop" if self._end < self._max_new_tokens else "length"
         if n_ready >= self._max_new_tokens:
             return "length"
-        if n_ready == len(self._masked):
-            self._add_rows(self._block_len)
+        if n_ready == self.block.stop:
+            self.block = range(n_ready, n_ready + self._block_len)
+            if n_ready == len(self._masked):
+                self._add_rows(self._block_len)
         return None
 
     def _open(self) -> NDArray[np.int64]:
-        rows: NDArray[np.int64] = np.flatnonzero(self._masked)
+        rows: NDArray[np.int64] = np.flatnonzero(self._masked[: self.block.stop])
         if self._lead == 1:
             return rows
         leading = (rows + self.prompt_len) // self._lead * self._lead - self.prompt_len  # below 0: in the prompt

@@ -11,7 +11,7 @@ import torch
 from pdllm_rag.attention import causal_block
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.predictions import Predictions
-from pdllm_rag.decoding.sampling import above_threshold, most_confident, quota
+from pdllm_rag.decoding.sampling import Order, Proposal, above_threshold, most_confident, quota, within_factor
 from pdllm_rag.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -25,39 +25,68 @@ class CommitRule:
     """Which proposals become final in a step.
 
     Attributes:
-        threshold: every proposal above this confidence is committed, the most confident one always.
+        threshold: every proposal above this confidence is committed, the first one in order always; at 1 that one
+            alone.
         steps: if given, at least an even share of a block's open rows is committed, so that a block takes at most
             `steps` steps (one more if its first token has to go ahead of the others).
+        factor: if given, it decides instead of the threshold (see `sampling.within_factor`).
     """
 
     threshold: float = 0.9
     steps: int | None = None
+    factor: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold is {self.threshold}; expected 0 to 1")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps is {self.steps} per block; expected 1 or more")
+        if self.factor is not None and not 0 <= self.factor < float("inf"):
+            raise ValueError(f"factor is {self.factor}; expected a number of 0 or more")
+
+    def chosen(self, proposal: Proposal, n_steps: int) -> torch.Tensor:
+        """bool [M], which of a block's open rows are committed, after `n_steps` steps in it."""
+        if self.factor is None:
+            chosen = above_threshold(proposal.confidence, self.threshold, proposal.rank)
+        else:
+            chosen = within_factor(proposal.confidence, self.factor, proposal.rank)
+        if self.steps is not None:
+            chosen |= most_confident(proposal.rank, quota(len(chosen), self.steps - n_steps))
+        return chosen
+
+
+def canvas_of(request: DecodeRequest, spec: ModelSpec, *, whole: bool = False) -> Canvas:
+    """A request's canvas, in blocks of the model's family."""
+    align = causal_block(spec.family) or 1
+    return Canvas(
+        request.prompt_ids,
+        mask_id=spec.mask_id,
+        eos_ids=spec.eos_ids,
+        block_len=spec.family.block_len,
+        max_new_tokens=request.max_new_tokens,
+        align=align,
+        lead=align if spec.logit_shift else 1,
+        whole=whole,
+    )
 
 
 def denoise(
-    requests: Sequence[DecodeRequest], forward: Forward, spec: ModelSpec, rule: CommitRule
+    requests: Sequence[DecodeRequest],
+    forward: Forward,
+    spec: ModelSpec,
+    rule: CommitRule,
+    canvases: Sequence[Canvas] | None = None,
+    *,
+    order: Order = "low_confidence",
 ) -> Iterator[DecodeStep]:
-    """Run sequences to their end under one commit rule; a finished sequence leaves the batch."""
-    align = causal_block(spec.family) or 1
-    _check_places(requests, spec, align)
-    canvases = [
-        Canvas(
-            request.prompt_ids,
-            mask_id=spec.mask_id,
-            eos_ids=spec.eos_ids,
-            block_len=spec.family.block_len,
-            max_new_tokens=request.max_new_tokens,
-            align=align,
-            lead=align if spec.logit_shift else 1,
-        )
-        for request in requests
-    ]
+    """Run sequences to their end under one commit rule; a finished sequence leaves the batch.
+
+    Args:
+        canvases: of the sequences, where they are not to grow block by block.
+        order: which rows go first (see `sampling.rank`).
+    """
+    _check_places(requests, spec)
+    canvases = canvases or [canvas_of(request, spec) for request in requests]
     generators = [torch.Generator().manual_seed(request.sampling.seed) for request in requests]
     nfe = [0] * len(requests)
     steps_in_block = [0] * len(requests)
@@ -75,17 +104,13 @@ def denoise(
             probe = predicted.mean_log_p(request.probe_ids) if nfe[index] == 0 else None
             nfe[index] += 1
             open_rows = canvas.open_rows()
-            proposal = predicted.propose(request.sampling.temperature, generators[index])
-            chosen = above_threshold(proposal.confidence, rule.threshold)
-            if rule.steps is not None:
-                share = quota(len(open_rows), rule.steps - steps_in_block[index])
-                chosen |= most_confident(proposal.confidence, share)
-            picked = chosen.nonzero()[:, 0]
+            proposal = predicted.propose(request.sampling, generators[index], order)
+            picked = rule.chosen(proposal, steps_in_block[index]).nonzero()[:, 0]
             chosen_rows, chosen_tokens = open_rows[picked], proposal.tokens[picked]
             rows, tokens = canvas.commit(chosen_rows, chosen_tokens)
-            n_rows = len(canvas.masked)
+            block = canvas.block
             finished = canvas.advance()
-            steps_in_block[index] = 0 if len(canvas.masked) > n_rows else steps_in_block[index] + 1
+            steps_in_block[index] = 0 if canvas.block != block else steps_in_block[index] + 1
             if finished is None:
                 still_active.append(index)
             places = zip(chosen_rows.tolist(), chosen_tokens.tolist(), strict=True)
@@ -102,9 +127,9 @@ def denoise(
         active = still_active
 
 
-def _check_places(requests: Sequence[DecodeRequest], spec: ModelSpec, align: int) -> None:
+def _check_places(requests: Sequence[DecodeRequest], spec: ModelSpec) -> None:
     """Refuse places off the model's blocks, and tell of positions that it was not trained on."""
-    family, end = spec.family, 0
+    family, align, end = spec.family, causal_block(spec.family) or 1, 0
     for request in requests:
         offsets, start = request.placement
         if any(place % align for place in (*offsets, start)):

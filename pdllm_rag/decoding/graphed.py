@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 
 from pdllm_rag.attends import PackedSplitSAttend
-from pdllm_rag.attention import ChunkTable
+from pdllm_rag.attention import ChunkTable, causal_block
 from pdllm_rag.attention.triton import Room
 from pdllm_rag.context import Context, SequenceLayout, buffers
-from pdllm_rag.decoding.base import Canvas
+from pdllm_rag.decoding.base import Canvas, Sampling
 from pdllm_rag.decoding.predictions import LogitRows
-from pdllm_rag.decoding.sampling import Proposal
+from pdllm_rag.decoding.sampling import Order, Proposal
 from pdllm_rag.models.fused import FusedBackbone
+from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.numerics import checked
 from pdllm_rag.placement import round_up
 
@@ -37,6 +38,12 @@ CONTEXT_APART = 1024  # and rows of context
 _CAPTURING = Lock()  # one capture at a time in a process
 MAX_IDLE = 4  # captured steps of one model that wait for a question of their shape
 MAX_IDLE_BYTES = 4 << 30  # of their buffers together, but the one used last always waits
+
+
+def can_capture(model: LoadedModel, backend: str) -> bool:
+    """Whether steps can be captured: with Triton, for dense bidirectional models of plain weights."""
+    is_plain = isinstance(model.backbone, FusedBackbone) and causal_block(model.spec.family) is None
+    return backend == "triton" and is_plain
 
 
 class Shape(NamedTuple):
@@ -119,7 +126,7 @@ class GraphedStep:
             slots[own] = layout.slots()
             positions[own] = layout.positions()
             window = torch.arange(layout.n_rows - answers, layout.n_rows) - int(self.logit_shift)
-            predicting[index * answers : (index + 1) * answers] = index * rows + window
+            predicting[index * answers : (index + 1) * answers] = (index * rows + window).clamp(min=0)
         turn = self._attend.turn
         cos, sin = self._backbone.rope.tables(positions.to(self._backbone.device))
         turn.cos.copy_(cos)
@@ -131,11 +138,16 @@ class GraphedStep:
         )
 
     @torch.inference_mode()
-    def run(self, active: Sequence[int], canvases: Sequence[Canvas]) -> list[GraphedRows]:
-        """One forward pass over the canvases of the active sequences."""
+    def run(self, active: Sequence[int], canvases: Sequence[Canvas], windows: Sequence[range]) -> list[GraphedRows]:
+        """One forward pass over the canvases of the active sequences.
+
+        Args:
+            windows: canvas rows of each that are computed, as they were arranged.
+        """
         rows, answers = self.shape.canvas_rows, self.shape.answer_rows
-        for index, canvas in zip(active, canvases, strict=True):
-            self._ids_host[index * rows : index * rows + len(canvas.ids)] = canvas.ids
+        for index, canvas, window in zip(active, canvases, windows, strict=True):
+            own = canvas.ids[window.start : window.stop]
+            self._ids_host[index * rows : index * rows + len(own)] = own
         self._ids.copy_(self._ids_host, non_blocking=True)
         if self._graph is None:
             self._compute()
@@ -145,8 +157,8 @@ class GraphedStep:
         if self._graph is not None:
             torch.cuda.current_stream(self._backbone.device).synchronize()
         found = []
-        for index, canvas in zip(active, canvases, strict=True):
-            first = index * answers + canvas.prompt_len + answers - len(canvas.ids)  # of answer row 0
+        for index, canvas, window in zip(active, canvases, windows, strict=True):
+            first = index * answers + canvas.prompt_len + answers - window.stop  # of answer row 0
             found.append(GraphedRows(self, first + canvas.open_rows()))
         return found
 
@@ -205,16 +217,17 @@ class GraphedRows:
         self._rows = rows
         self._found = step.found[rows]
 
-    def propose(self, temperature: float, generator: torch.Generator) -> Proposal:
-        """See `Predictions.propose`; above temperature 0 the logits come to the CPU, where the generator is.
+    def propose(self, sampling: Sampling, generator: torch.Generator, order: Order) -> Proposal:
+        """See `Predictions.propose`; whatever needs more than the likeliest token takes the logits to the CPU.
 
         Raises:
             NumericsError: the logits are not finite.
         """
-        if temperature:
-            return LogitRows(self._step.logits(self._rows)).propose(temperature, generator)
+        if sampling.temperature or order != "low_confidence":
+            return LogitRows(self._step.logits(self._rows)).propose(sampling, generator, order)
         checked(self._found[:, 2].contiguous().view(torch.float32))
-        return Proposal(self._found[:, 0].long(), self._found[:, 1].contiguous().view(torch.float32))
+        confidence = self._found[:, 1].contiguous().view(torch.float32)
+        return Proposal(self._found[:, 0].long(), confidence, confidence)
 
     def mean_log_p(self, ids: Sequence[int]) -> float | None:
         """See `Predictions.mean_log_p`."""

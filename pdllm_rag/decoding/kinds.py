@@ -13,9 +13,11 @@ from typing import Any, Protocol
 
 from pdllm_rag.decoding.base import Decoder
 from pdllm_rag.decoding.denoise import CommitRule
-from pdllm_rag.decoding.options import NoOptions, read_options
-from pdllm_rag.decoding.static_kv import StaticKVDecoder
-from pdllm_rag.decoding.vanilla import VanillaDecoder
+from pdllm_rag.decoding.fast_dllm import FastDLLMDecoder, FastDLLMOptions
+from pdllm_rag.decoding.fast_dllm import why_not as not_fast_dllm
+from pdllm_rag.decoding.options import read_options
+from pdllm_rag.decoding.static_kv import StaticKVDecoder, StaticKVOptions
+from pdllm_rag.decoding.vanilla import VanillaDecoder, VanillaOptions
 from pdllm_rag.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ class Kind:
     """
 
     decoder: DecoderType
-    options: type[Any] = NoOptions
+    options: type[Any]
     clash: Callable[[Asked], str | None] = _nothing
     why_not: Callable[[LoadedModel], str | None] = _nothing
     caution: Callable[[LoadedModel, Any], str | None] = _nothing
@@ -72,8 +74,9 @@ class Kind:
 KINDS: dict[str, Kind] = {
     kind.decoder.name: kind
     for kind in (
-        Kind(StaticKVDecoder),
-        Kind(VanillaDecoder),
+        Kind(StaticKVDecoder, StaticKVOptions),
+        Kind(VanillaDecoder, VanillaOptions),
+        Kind(FastDLLMDecoder, FastDLLMOptions, why_not=not_fast_dllm),
     )
 }
 

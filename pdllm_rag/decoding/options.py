@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class NoOptions:
-    """Of a decoder that has none."""
 
 
 def read_options(decoder: str, options: type[T], given: Mapping[str, Any]) -> T:
@@ -30,8 +25,7 @@ def read_options(decoder: str, options: type[T], given: Mapping[str, Any]) -> T:
     known = [field.name for field in fields(options)]  # type: ignore[arg-type]
     unknown = [name for name in given if name not in known]
     if unknown:
-        expected = f"expected one of {', '.join(known)}" if known else "it has none"
-        raise ValueError(f"decoder {decoder!r} has no option {unknown[0]!r}; {expected}")
+        raise ValueError(f"decoder {decoder!r} has no option {unknown[0]!r}; expected one of {', '.join(known)}")
     hints = get_type_hints(options)
     for name, value in given.items():
         if not _fits(value, hints[name]):

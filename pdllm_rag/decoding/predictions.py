@@ -7,13 +7,14 @@ from typing import Protocol
 
 import torch
 
-from pdllm_rag.decoding.sampling import Proposal, propose
+from pdllm_rag.decoding.base import Sampling
+from pdllm_rag.decoding.sampling import Order, Proposal, propose
 
 
 class Predictions(Protocol):
     """Of the M open rows of one canvas."""
 
-    def propose(self, temperature: float, generator: torch.Generator) -> Proposal:
+    def propose(self, sampling: Sampling, generator: torch.Generator, order: Order) -> Proposal:
         """As `sampling.propose`, on the CPU."""
         ...
 
@@ -28,9 +29,11 @@ class LogitRows:
     def __init__(self, logits: torch.Tensor) -> None:
         self.logits = logits
 
-    def propose(self, temperature: float, generator: torch.Generator) -> Proposal:
+    def propose(self, sampling: Sampling, generator: torch.Generator, order: Order) -> Proposal:
         """See `Predictions.propose`."""
-        return propose(self.logits, temperature=temperature, generator=generator)
+        return propose(
+            self.logits, temperature=sampling.temperature, top_p=sampling.top_p, generator=generator, order=order
+        )
 
     def mean_log_p(self, ids: Sequence[int]) -> float | None:
         """See `Predictions.mean_log_p`."""

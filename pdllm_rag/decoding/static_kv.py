@@ -14,6 +14,7 @@ Source of the order within a block: Fast-dLLM v2 (arXiv 2509.26328), a finished 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -22,12 +23,19 @@ from pdllm_rag.attention import causal_block, resolve
 from pdllm_rag.context import Placed, gather, rows_needed
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.denoise import CommitRule, denoise
-from pdllm_rag.decoding.graphed import GraphedRows, Shape, checked_out
-from pdllm_rag.decoding.options import NoOptions
+from pdllm_rag.decoding.graphed import GraphedRows, Shape, can_capture, checked_out
 from pdllm_rag.decoding.predictions import LogitRows
+from pdllm_rag.decoding.sampling import Order
 from pdllm_rag.models.backbone import Attend
 from pdllm_rag.models.fused import FusedBackbone
 from pdllm_rag.models.loader import LoadedModel
+
+
+@dataclass(frozen=True)
+class StaticKVOptions:
+    """order: which masked rows of a block go first (`sampling.rank`); the threshold is of confidence in any order."""
+
+    order: Order = "low_confidence"
 
 
 class StaticKVDecoder:
@@ -40,20 +48,21 @@ class StaticKVDecoder:
         self,
         model: LoadedModel,
         rule: CommitRule | None = None,
-        options: NoOptions = NoOptions(),  # noqa: ARG002, B008
+        options: StaticKVOptions = StaticKVOptions(),
         *,
         backend: str = "auto",
     ) -> None:
         self._model = model
         self._rule = rule or CommitRule()
+        self._order = options.order
         backbone = model.backbone
         self._backend = resolve(backend, backbone.device, backbone.dtype, backbone.head_dim)
         self._block = causal_block(model.spec.family)
 
     @property
     def is_graphed(self) -> bool:
-        """Whether a step is replayed as a CUDA graph: with Triton, for dense bidirectional models of plain weights."""
-        return self._backend == "triton" and isinstance(self._model.backbone, FusedBackbone) and self._block is None
+        """Whether a step is replayed as a CUDA graph."""
+        return can_capture(self._model, self._backend)
 
     @property
     def backend(self) -> str:
@@ -62,14 +71,8 @@ class StaticKVDecoder:
 
     def steps(self, requests: Sequence[DecodeRequest]) -> Iterator[DecodeStep]:
         """See `Decoder.steps`."""
-        for request in requests:
-            if len(request.chunk_kv) != len(request.placement.offsets):
-                raise ValueError(
-                    f"request has KV of {len(request.chunk_kv)} chunks for {len(request.placement.offsets)} places; "
-                    "expected as many"
-                )
         rooms = [Canvas.room(len(r.prompt_ids), r.max_new_tokens, self._model.spec.family) for r in requests]
-        placed = [Placed(tuple(r.chunk_kv), r.placement) for r in requests]
+        placed = [request.placed() for request in requests]
         if self.is_graphed and requests:
             return self._graphed(requests, placed, rooms)
         return self._eager(requests, placed, rooms)
@@ -90,9 +93,9 @@ class StaticKVDecoder:
                 attend = split_s_attend(backbone, narrowed, block=self._block, backend=self._backend)
                 layout = wanted
             hidden = backbone.hidden(torch.cat([c.ids for c in canvases]).to(backbone.device), attend)
-            return answer_logits(self._model, hidden, canvases)
+            return answer_logits(self._model, hidden, canvases, [range(len(canvas.ids)) for canvas in canvases])
 
-        return denoise(requests, forward, spec, self._rule)
+        return denoise(requests, forward, spec, self._rule, order=self._order)
 
     def _graphed(
         self, requests: Sequence[DecodeRequest], placed: Sequence[Placed], rooms: Sequence[int]
@@ -111,25 +114,24 @@ class StaticKVDecoder:
                 if wanted != layout:
                     step.arrange(active, context.narrowed(*wanted).sequences)
                     layout = wanted
-                return step.run(active, canvases)
+                return step.run(active, canvases, [range(len(canvas.ids)) for canvas in canvases])
 
-            yield from denoise(requests, forward, spec, self._rule)
+            yield from denoise(requests, forward, spec, self._rule, order=self._order)
 
 
 def answer_logits(
-    model: LoadedModel, hidden: torch.Tensor, canvases: Sequence[Canvas], before: Sequence[int] = ()
+    model: LoadedModel, hidden: torch.Tensor, canvases: Sequence[Canvas], windows: Sequence[range]
 ) -> list[LogitRows]:
     """Logits at each canvas's open rows, from packed hidden rows.
 
     Args:
-        before: hidden rows of each sequence that lie before its canvas (a dense prompt's context).
+        windows: canvas rows of each sequence that `hidden` holds; those below 0 are of a context before the canvas.
     """
     rows, counts, start = [], [], 0
-    for index, canvas in enumerate(canvases):
-        start += before[index] if before else 0
+    for canvas, window in zip(canvases, windows, strict=True):
         open_rows = canvas.open_rows()
-        rows.append(start + canvas.prompt_len + open_rows - int(model.spec.logit_shift))
+        rows.append(start - window.start + canvas.prompt_len + open_rows - int(model.spec.logit_shift))
         counts.append(len(open_rows))
-        start += len(canvas.ids)
+        start += len(window)
     logits = model.backbone.logits(hidden[torch.cat(rows).to(hidden.device)])
     return [LogitRows(own) for own in torch.split(logits.cpu(), counts)]

@@ -10,17 +10,32 @@ Source: LLaDA (arXiv 2502.09992), low-confidence remasking without remasking of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from pdllm_rag.attends import DenseAttend
 from pdllm_rag.attention import block_masks, causal_block
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
-from pdllm_rag.decoding.denoise import CommitRule, denoise
-from pdllm_rag.decoding.options import NoOptions
+from pdllm_rag.decoding.denoise import CommitRule, canvas_of, denoise
 from pdllm_rag.decoding.predictions import LogitRows
+from pdllm_rag.decoding.sampling import Order
 from pdllm_rag.decoding.static_kv import answer_logits
 from pdllm_rag.models.loader import LoadedModel
+
+
+@dataclass(frozen=True)
+class VanillaOptions:
+    """How the answer's rows are filled.
+
+    Attributes:
+        order: which masked rows of a block go first (`sampling.rank`); the threshold is of confidence in any order.
+        canvas: "blocks" shows the masks of one block at a time, "whole" those of the whole answer, as published.
+    """
+
+    order: Order = "low_confidence"
+    canvas: Literal["blocks", "whole"] = "blocks"
 
 
 class VanillaDecoder:
@@ -34,7 +49,7 @@ class VanillaDecoder:
         self,
         model: LoadedModel,
         rule: CommitRule | None = None,
-        options: NoOptions = NoOptions(),  # noqa: ARG002, B008
+        options: VanillaOptions = VanillaOptions(),
         *,
         backend: str = "auto",
     ) -> None:
@@ -42,6 +57,7 @@ class VanillaDecoder:
             raise ValueError(f"backend is {backend!r} with decoder 'vanilla'; expected auto or {self.backend}")
         self._model = model
         self._rule = rule or CommitRule()
+        self._options = options
 
     def steps(self, requests: Sequence[DecodeRequest]) -> Iterator[DecodeStep]:
         """See `Decoder.steps`."""
@@ -51,18 +67,21 @@ class VanillaDecoder:
         block = causal_block(self._model.spec.family)
 
         def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[LogitRows]:
-            ids, runs, lens = [], [], []
+            ids, runs, windows = [], [], []
             for index, canvas in zip(active, canvases, strict=True):
                 start = requests[index].placement.canvas_start
                 ids += [prefixes[index], canvas.ids]
                 runs += [places[index], torch.arange(start, start + len(canvas.ids))]
-                lens.append(len(prefixes[index]) + len(canvas.ids))
+                windows.append(range(-len(prefixes[index]), len(canvas.ids)))
+            lens = [len(window) for window in windows]
             positions = torch.cat(runs).to(backbone.device)
             attend = DenseAttend(backbone.rope, lens, positions, block_masks(positions, lens, block))
             hidden = backbone.hidden(torch.cat(ids).to(backbone.device), attend)
-            return answer_logits(self._model, hidden, canvases, [len(prefixes[i]) for i in active])
+            return answer_logits(self._model, hidden, canvases, windows)
 
-        return denoise(requests, forward, self._model.spec, self._rule)
+        spec, whole = self._model.spec, self._options.canvas == "whole"
+        canvases = [canvas_of(request, spec, whole=whole) for request in requests]
+        return denoise(requests, forward, spec, self._rule, canvases, order=self._options.order)
 
 
 def _positions(request: DecodeRequest) -> torch.Tensor:
