@@ -15,7 +15,7 @@ from pdllm_rag.answer import Answer, AnswerStats, ChunkCounts, Citation, best_pa
 from pdllm_rag.attention import causal_block
 from pdllm_rag.clock import Clock
 from pdllm_rag.config import AskOptions
-from pdllm_rag.decoding import Canvas, Decoder, DecodeRequest, DecodeStep, Sampling
+from pdllm_rag.decoding import Canvas, Decoder, DecodeRequest, DecodeStep
 from pdllm_rag.errors import ContextWindowError, GenerationCancelled, RequestError
 from pdllm_rag.events import CanvasUpdate, Final, Messages, StreamEvent, TextDelta
 from pdllm_rag.models.loader import LoadedModel
@@ -261,7 +261,7 @@ class Asking:
             max_new_tokens=options.max_new_tokens,
             chunk_ids=[source.token_ids for source in reading.sources],
             chunk_kv=reading.kv,
-            sampling=Sampling(options.temperature, options.seed),
+            sampling=options.sampling,
             probe_ids=self.model.tokenizer.encode(family.no_answer) if family.no_answer else (),
             cancel=done,
         )

@@ -34,7 +34,7 @@ class AskOptions:
         max_new_tokens: most answer tokens.
         threshold: confidence above which a proposal is committed at once.
         steps: most denoising steps per block, or None.
-        temperature, seed: sampling; temperature 0 is deterministic.
+        temperature, top_p, seed: sampling; temperature 0 is deterministic.
         stop: strings that end the answer.
         filter: metadata that a document must have (`doc_id` and `source` count as metadata).
         abstain: withhold an answer that the documents do not support.
@@ -54,6 +54,7 @@ class AskOptions:
     threshold: float = 0.9
     steps: int | None = None
     temperature: float = 0.0
+    top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
     filter: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class AskOptions:
         if self.score_window is not None and not self.score_window >= 0:
             raise ValueError(f"score_window is {self.score_window!r}; expected a number of 0 or more, or None")
         CommitRule(self.threshold, self.steps)
-        Sampling(self.temperature, self.seed)
+        self.sampling  # noqa: B018  (checks them)
 
     def with_changes(self, changes: Mapping[str, Any]) -> AskOptions:
         """A copy with some options changed.
@@ -93,6 +94,11 @@ class AskOptions:
         if unknown:
             raise ValueError(f"unknown option {unknown[0]!r}; expected one of {', '.join(sorted(known))}")
         return replace(self, **changes)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(self.temperature, self.seed, self.top_p)
 
     @property
     def policy_name(self) -> str:

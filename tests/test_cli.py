@@ -107,7 +107,7 @@ def test_choices_and_defaults_are_those_of_the_engine() -> None:
 
 def test_every_option_of_a_question_reaches_the_engine() -> None:
     words = "--k 2 --candidates 5 --first-stage fusion --policy joint --placement gap --chunk-rows 9 --max-new-tokens 7"
-    words += " --threshold 0.5 --steps 3 --score-window 1.5 --temperature 0.7 --seed 9 --no-abstain"
+    words += " --threshold 0.5 --steps 3 --score-window 1.5 --temperature 0.7 --top-p 0.9 --seed 9 --no-abstain"
     words += " --stop a --stop b --filter x=1 --filter y=2=3"
     options = ask.options_of(build_parser().parse_args(["ask", "q", "--store", "s", *words.split()]))
     same = [f.name for f in fields(options) if getattr(options, f.name) == getattr(AskOptions(), f.name)]

@@ -42,6 +42,7 @@ ASK_OPTIONS = (
     "threshold",
     "steps",
     "temperature",
+    "top_p",
     "seed",
     "stop",
     "abstain",
@@ -150,7 +151,7 @@ class AskComponent(StoreComponent):
         chunk_rows: most rows of a chunk that are read; None reads all.
         decoder, decoder_options, threshold, steps: how the answer is denoised.
         max_tokens: most answer tokens.
-        temperature, seed: sampling; temperature 0 is deterministic.
+        temperature, top_p, seed: sampling; temperature 0 is deterministic.
         stop: strings that end the answer.
         abstain: withhold an answer that the documents do not support.
     """
@@ -169,6 +170,7 @@ class AskComponent(StoreComponent):
     threshold: float | None = None
     steps: StrictInt | None = None
     temperature: float | None = None
+    top_p: float | None = None
     seed: StrictInt | None = None
     stop: list[str] | None = None
     abstain: StrictBool | None = None

@@ -22,7 +22,7 @@ from pdllm_rag.cli.console import (
 )
 from pdllm_rag.cli.opening import add_model, add_store, open_engine
 from pdllm_rag.cli.options import LOADS, add_asking, asking_options
-from pdllm_rag.cli.values import KeyValues, positive_int, seed, temperature
+from pdllm_rag.cli.values import KeyValues, positive_int, seed, share, temperature
 
 if TYPE_CHECKING:
     from pdllm_rag.answer import Answer, AnswerStats, Citation
@@ -75,6 +75,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="T",
         help="0 takes the likeliest token (default: 0)",
     )
+    sampling.add_argument(
+        "--top-p",
+        type=share,
+        default=1.0,
+        metavar="P",
+        help="draw only among the likeliest tokens that have this probability together (default: 1)",
+    )
     sampling.add_argument("--seed", type=seed, default=0, metavar="N", help="of a temperature above 0 (default: 0)")
     parser.set_defaults(run=run)
 
@@ -85,6 +92,7 @@ def options_of(args: argparse.Namespace) -> AskOptions:
         args,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
+        top_p=args.top_p,
         seed=args.seed,
         stop=tuple(args.stop),
         filter=args.filter,

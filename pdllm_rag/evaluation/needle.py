@@ -23,7 +23,7 @@ from typing import Any
 
 from pdllm_rag.attention import causal_block
 from pdllm_rag.config import AskOptions
-from pdllm_rag.decoding import CommitRule, DecodeRequest, Sampling, VanillaDecoder
+from pdllm_rag.decoding import CommitRule, DecodeRequest, VanillaDecoder
 from pdllm_rag.engine import RagEngine
 from pdllm_rag.evaluation.haystack import Haystack, Hidden
 from pdllm_rag.evaluation.haystack_store import HaystackStore
@@ -304,7 +304,7 @@ def dense_answer(model: LoadedModel, context_ids: Sequence[int], question: str, 
         plan_offsets([len(context_ids)], "sequential", chunk_len=0, multiple=block),
         options.max_new_tokens,
         chunk_ids=[context_ids],
-        sampling=Sampling(options.temperature, options.seed),
+        sampling=options.sampling,
     )
     transcript = Transcript(
         model.tokenizer, model.spec.eos_ids, max_new_tokens=options.max_new_tokens, stop=options.stop
