@@ -8,22 +8,21 @@ from __future__ import annotations
 import copy
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from command_line import Pdllm, one_object
+from decoding_cases import NO_TOKEN, ending, request_for, tokens_of, told, with_blocks
 from pdllm_store import MemoryStore
 from tiny import save_tiny_model
 
 from pdllm_rag import AskOptions, Final, InputDocument, LoadedModel, RagEngine, TextDelta, load_model
-from pdllm_rag.decoding import CommitRule, Decoder, DecodeRequest, DecodeStep, Sampling
+from pdllm_rag.decoding import CommitRule, Decoder, DecodeRequest, Sampling
 from pdllm_rag.decoding.kinds import KINDS, make_decoder
-from pdllm_rag.encoder import ChunkEncoder
 from pdllm_rag.errors import GenerationCancelled, NumericsError
 from pdllm_rag.events import CanvasUpdate
 from pdllm_rag.placement import plan_offsets
@@ -41,8 +40,6 @@ CASES: list[Case] = [
     ("fast_dllm", {"factor": 1.0}),
 ]
 UNSURE = CommitRule(threshold=0.999)
-NO_TOKEN = -1  # an end-of-answer id that no model produces
-
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join([case[0], *map(str, case[1].values())]))
 
 
@@ -52,14 +49,6 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 16}
     path = save_tiny_model(tmp_path_factory.mktemp("m"), intermediate_size=32, **shape)
     return ending(load_model(str(path), dtype=torch.float32), NO_TOKEN)
-
-
-def ending(model: LoadedModel, *eos_ids: int) -> LoadedModel:
-    return replace(model, spec=replace(model.spec, eos_ids=eos_ids))
-
-
-def with_blocks(model: LoadedModel, block_len: int) -> LoadedModel:
-    return replace(model, spec=replace(model.spec, family=replace(model.spec.family, block_len=block_len)))
 
 
 def with_head(model: LoadedModel, change: Callable[[torch.Tensor], torch.Tensor]) -> LoadedModel:
@@ -73,34 +62,6 @@ def with_head(model: LoadedModel, change: Callable[[torch.Tensor], torch.Tensor]
 def made(case: Case, model: LoadedModel, rule: CommitRule = UNSURE) -> Decoder:
     name, options = case
     return make_decoder(name, model, rule, options)
-
-
-def request_for(model: LoadedModel, *, prompt: int = 9, max_new_tokens: int = 32, seed: int = 0, **rest: Any) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    chunks = [torch.randint(4, 250, (n,), generator=generator).numpy().astype(np.int32) for n in (11, 6)]
-    encoder = ChunkEncoder(model, model.fingerprint("float32"))
-    return DecodeRequest(
-        torch.randint(4, 250, (prompt,), generator=generator).tolist(),
-        plan_offsets([len(chunk) for chunk in chunks], "sequential", chunk_len=11),
-        max_new_tokens,
-        chunk_ids=[chunk.tolist() for chunk in chunks],
-        chunk_kv=[next(iter(encoder.batches([chunk])))[0][1] for chunk in chunks],
-        **rest,
-    )
-
-
-def told(steps: Sequence[DecodeStep], sequence: int = 0) -> list[tuple[object, ...]]:
-    """What is told of one sequence, but for rounding."""
-    return [(s.rows, s.tokens, s.nfe, s.finished) for s in steps if s.sequence == sequence]
-
-
-def tokens_of(steps: Sequence[DecodeStep], sequence: int = 0) -> dict[int, int]:
-    tokens: dict[int, int] = {}
-    for step in steps:
-        if step.sequence == sequence:
-            assert not set(step.rows) & set(tokens), "a committed token was replaced"
-            tokens.update(zip(step.rows, step.tokens, strict=True))
-    return tokens
 
 
 def test_every_kind_of_decoder_is_under_the_contract() -> None:
