@@ -114,7 +114,8 @@ class SplitSAttend:
         self._cos, self._sin = rope.tables(positions)
         self._rope = rope
         self.context = context
-        self._masks: Sequence[torch.Tensor | None] = block_masks(positions, n_rows, block) or [None] * len(n_rows)
+        masks = context.masks or block_masks(positions, n_rows, block)
+        self._masks: Sequence[torch.Tensor | None] = masks or [None] * len(n_rows)
         self._backend = backend
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -155,7 +156,7 @@ class PackedSplitSAttend:
             dtype=backbone.dtype,
             device=device,
             rope=rope,
-            masks=block_masks(positions, n_rows, block),
+            masks=context.masks or block_masks(positions, n_rows, block),
         )
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

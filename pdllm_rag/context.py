@@ -51,11 +51,15 @@ class SequenceLayout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """Buffers k, v [Y, S, G, D] and one layout per sequence."""
+    """Buffers k, v [Y, S, G, D] and one layout per sequence.
+
+    masks: per sequence bool [n_rows, n_rows], which canvas row sees which, instead of what the model's blocks say.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
     sequences: tuple[SequenceLayout, ...]
+    masks: Sequence[torch.Tensor] | None = None
 
     def side_by_side(self, copies: int) -> Context:
         """The same buffers with every canvas cut into `copies` equal ones over the same chunks, copy after copy."""

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 # What the model says of the open rows of each active canvas; gets the indices of the active sequences.
 Forward = Callable[[Sequence[int], Sequence[Canvas]], Sequence[Predictions]]
+# bool [M] of the open rows int64 [M] of a sequence and what is proposed for them: those to commit.
+Choose = Callable[[int, torch.Tensor, Proposal], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,15 @@ def denoise(
     spec: ModelSpec,
     rule: CommitRule,
     canvases: Sequence[Canvas] | None = None,
+    choose: Choose | None = None,
     *,
     order: Order = "low_confidence",
 ) -> Iterator[DecodeStep]:
     """Run sequences to their end under one commit rule; a finished sequence leaves the batch.
 
     Args:
-        canvases: of the sequences, where they are not to grow block by block.
+        canvases: of the sequences, where they are not to open one block of the family after another.
+        choose: the rows to commit, where not all open rows are of one block; the rule then is its business.
         order: which rows go first (see `sampling.rank`).
     """
     _check_places(requests, spec)
@@ -105,7 +109,11 @@ def denoise(
             nfe[index] += 1
             open_rows = canvas.open_rows()
             proposal = predicted.propose(request.sampling, generators[index], order)
-            picked = rule.chosen(proposal, steps_in_block[index]).nonzero()[:, 0]
+            if choose is None:
+                chosen = rule.chosen(proposal, steps_in_block[index])
+            else:
+                chosen = choose(index, open_rows, proposal)
+            picked = chosen.nonzero()[:, 0]
             chosen_rows, chosen_tokens = open_rows[picked], proposal.tokens[picked]
             rows, tokens = canvas.commit(chosen_rows, chosen_tokens)
             block = canvas.block

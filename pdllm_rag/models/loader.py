@@ -43,6 +43,8 @@ class LoadedModel:
 
     Attributes:
         adapter_digest: of an adapter that acts on chunk rows, "" without one.
+        canvas_backbone: the same weights with an adapter for canvas rows, None without one. What it computes is never
+            stored, so the fingerprint does not know it.
     """
 
     spec: ModelSpec
@@ -50,6 +52,7 @@ class LoadedModel:
     backbone: Backbone
     weights_digest: str
     adapter_digest: str = ""
+    canvas_backbone: Backbone | None = None
 
     def fingerprint(self, kv_dtype: KVDtype) -> ModelFingerprint:
         """Identity of KV that this model writes into a store of `kv_dtype`."""
@@ -89,6 +92,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device_map: str | Mapping[str, Any] | None = None,
     adapter: str | None = None,
+    canvas_adapter: str | None = None,
 ) -> LoadedModel:
     """Load a model for inference.
 
@@ -99,6 +103,8 @@ def load_model(
         dtype: compute dtype; None takes the faster of float32 and bfloat16 by `fastest_dtype`.
         device_map: instead of `device`, as transformers writes it; it must come down to one device.
         adapter: folder or hub id of a LoRA adapter, merged into the weights.
+        canvas_adapter: folder or hub id of a LoRA adapter that was trained for canvas rows only (D2F); decoders made
+            for one use it, stored KV does not depend on it.
 
     Raises:
         UnknownModelError, ModelFormatError; ModelError for a package that is missing or too old; ValueError for a
@@ -125,10 +131,14 @@ def load_model(
     if adapter is not None:
         model, adapter_digest = lora.merge(model, layout, locate(adapter))
     model.requires_grad_(False).eval()
+    on_canvas = None
+    if canvas_adapter is not None:
+        beside = lora.beside(model, layout, locate(canvas_adapter)).requires_grad_(False).eval()
+        on_canvas = backbone_for(beside, rope, mask_id=spec.mask_id, forbidden_from=spec.n_tokens)
     backbone = backbone_for(model, rope, mask_id=spec.mask_id, forbidden_from=spec.n_tokens)
     digest = weights_digest(files, config)
     logger.info("loaded %s (%s) in %.2f s", name, dtype, time.perf_counter() - started)
-    return LoadedModel(spec, tokenizer, backbone, digest, adapter_digest)
+    return LoadedModel(spec, tokenizer, backbone, digest, adapter_digest, on_canvas)
 
 
 def check_versions() -> None:

@@ -1,12 +1,13 @@
-"""LoRA adapters, merged into the weights by peft.
+"""LoRA adapters, put on the model by peft.
 
 A merged adapter acts on every row, chunk rows included, so its digest is part of the fingerprint. An adapter that acts
-on canvas rows only (D2F) must not be merged: chunk KV is encoded without it. It would be kept beside the weights and
-leave `LoadedModel.adapter_digest` empty.
+on canvas rows only (D2F) is put on a second set of modules over the same weights: chunk KV is encoded without it, so it
+leaves `LoadedModel.adapter_digest` empty.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from pathlib import Path
@@ -30,6 +31,24 @@ def merge(model: Any, layout: Layout, folder: Path) -> tuple[Any, str]:
         ModelError: peft is not installed.
         ModelFormatError: no LoRA in safetensors, or one that does not fit the model.
     """
+    adapted, digest = _adapted(model, layout, folder)
+    try:
+        return adapted.merge_and_unload(safe_merge=True), digest
+    except ValueError as error:
+        raise ModelFormatError(f"adapter {folder} does not fit the model: {error}") from error
+
+
+def beside(model: Any, layout: Layout, folder: Path) -> Any:
+    """A second model over the same weights, with the adapter of a folder on it; the first one stays as it is.
+
+    Raises: as `merge`.
+    """
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return _adapted(copy.deepcopy(model, shared), layout, folder)[0].get_base_model()
+
+
+def _adapted(model: Any, layout: Layout, folder: Path) -> tuple[Any, str]:
+    """peft's model of this one, which is changed, and the adapter's digest."""
     if importlib.util.find_spec("peft") is None:
         raise ModelError("an adapter needs peft, which is not installed; install it with pip install 'pdllm-rag[lora]'")
     from peft import LoraConfig, get_peft_model
@@ -73,10 +92,9 @@ def merge(model: Any, layout: Layout, folder: Path) -> tuple[Any, str]:
         lacking = [name for name in found.missing_keys if ".lora_" in name]
         if lacking or found.unexpected_keys:
             raise ValueError(f"missing {lacking[:1]}, unexpected {list(found.unexpected_keys)[:1]}")
-        merged = adapted.merge_and_unload(safe_merge=True)
     except (ValueError, RuntimeError, TypeError) as error:
         raise ModelFormatError(f"adapter {folder} does not fit the model: {error}") from error
     meaning = {key: value for key, value in kept.items() if key not in _IN_BOOKKEEPING}
     hasher = blake3.blake3(file.read_bytes())
     hasher.update(json.dumps(meaning, sort_keys=True).encode())
-    return merged, hasher.hexdigest()
+    return adapted, hasher.hexdigest()
