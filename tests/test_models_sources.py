@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,26 @@ def test_an_adapter_is_merged_into_the_weights_under_the_checkpoints_names(tmp_p
     write_adapter(tmp_path / "lora", ADAPTED[kind], lora_alpha=8)
     again = load_model(str(folder), dtype=torch.float32, adapter=str(tmp_path / "lora"))
     assert again.adapter_digest != adapted.adapter_digest
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
+@pytest.mark.parametrize("kind", list(ADAPTED))
+def test_an_adapter_for_canvas_rows_leaves_the_model_as_it_is(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("peft")
+    folder = write_checkpoint(tmp_path / "base", kind)
+    write_adapter(tmp_path / "lora", ADAPTED[kind])
+    plain = load_model(str(folder), dtype=torch.float32)
+    merged = load_model(str(folder), dtype=torch.float32, adapter=str(tmp_path / "lora"))
+    beside = load_model(str(folder), dtype=torch.float32, canvas_adapter=str(tmp_path / "lora"))
+    assert beside.canvas_backbone is not None
+    on_canvas = replace(beside, backbone=beside.canvas_backbone)
+    torch.testing.assert_close(hidden_of(beside), hidden_of(plain), rtol=0, atol=0)
+    torch.testing.assert_close(hidden_of(on_canvas), hidden_of(merged), rtol=0, atol=1e-4)  # summed in another order
+    assert beside.fingerprint("bfloat16") == plain.fingerprint("bfloat16")
+    own, shared = (
+        {tensor.data_ptr() for tensor in one.model.parameters()} for one in (beside.canvas_backbone, beside.backbone)
+    )
+    assert shared <= own  # no weight is held twice
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
