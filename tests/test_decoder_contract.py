@@ -37,7 +37,7 @@ CASES: list[Case] = [
     ("vanilla", {"order": "margin", "canvas": "whole"}),
     ("fast_dllm", {"cache": "prefix"}),
     ("fast_dllm", {"cache": "dual"}),
-    ("fast_dllm", {"factor": 1.0}),
+    ("fast_dllm", {"factor": 1.0, "context": "dense"}),
 ]
 UNSURE = CommitRule(threshold=0.999)
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join([case[0], *map(str, case[1].values())]))

@@ -42,7 +42,7 @@ def some(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = Kind(
         SomeDecoder,
         SomeOptions,
-        clash=lambda asked: "it has no steps" if asked.steps is not None else None,
+        clash=lambda asked, _options: "it has no steps" if asked.steps is not None else None,
         why_not=lambda model: "it is causal" if "block" in model.spec.family.prefill_mask else None,
         caution=lambda _model, options: "it was trained eagerly" if not options.eager else None,
     )
@@ -93,6 +93,10 @@ def test_what_a_decoder_cannot_go_with_is_refused_when_it_is_asked() -> None:
     for changes in ({"policy": "joint"}, {"chunk_rows": 3}):
         with pytest.raises(ValueError, match=r"'vanilla'.*leave"):
             AskOptions(decoder="vanilla").with_changes(changes)
+    for changes in ({"policy": "joint"}, {"chunk_rows": 3}, {"placement": "gap"}):
+        AskOptions(decoder="fast_dllm", **changes)
+        with pytest.raises(ValueError, match="'fast_dllm'"):
+            AskOptions(decoder="fast_dllm", decoder_options={"context": "dense"}, **changes)
 
 
 def test_a_model_that_a_decoder_cannot_run_on_is_refused_and_one_it_is_not_meant_for_is_told(

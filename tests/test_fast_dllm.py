@@ -153,12 +153,13 @@ def test_with_nothing_committed_a_step_within_a_block_says_what_the_first_one_sa
 def test_with_one_layer_nothing_goes_stale(models: dict[int, LoadedModel], cache: Cache) -> None:
     """A layer's keys and values depend on the tokens alone, so both caches are exact."""
     model = shifted(models[1], False)
-    request = replace(request_for(model, max_new_tokens=20), chunk_ids=(), chunk_kv=())
-    request = replace(request, placement=request.placement._replace(offsets=()))
+    request = request_for(model, max_new_tokens=20)
     dense = VanillaDecoder(model, SOME, VanillaOptions(canvas="whole"))
-    assert told(list(FastDLLMDecoder(model, SOME, FastDLLMOptions(cache)).steps([request]))) == told(
-        list(dense.steps([request]))
-    )
+    ours = FastDLLMDecoder(model, SOME, FastDLLMOptions(cache, "dense"))
+    assert told(list(ours.steps([request]))) == told(list(dense.steps([request])))
+    apart = replace(request, placement=request.placement._replace(canvas_start=99))
+    with pytest.raises(ValueError, match="the canvas at 99; expected one after another"):
+        ours.steps([apart])
 
 
 @both_caches

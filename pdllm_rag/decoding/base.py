@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -80,6 +80,23 @@ class DecodeRequest:
                 "many"
             )
         return Placed(tuple(self.chunk_kv), self.placement)
+
+    def as_prompt(self) -> DecodeRequest:
+        """The same with its chunks as part of the prompt, to be computed with it.
+
+        Raises:
+            ValueError: the chunks do not stand one after another before the canvas.
+        """
+        starts = [*self.placement.offsets, self.placement.canvas_start]
+        if any(
+            end != start + len(ids) for ids, start, end in zip(self.chunk_ids, starts[:-1], starts[1:], strict=True)
+        ):
+            raise ValueError(
+                f"chunks of {[len(ids) for ids in self.chunk_ids]} tokens stand at {starts[:-1]}, the canvas at "
+                f"{starts[-1]}; expected one after another, as placement 'sequential' has them"
+            )
+        prompt = [*(token for ids in self.chunk_ids for token in ids), *self.prompt_ids]
+        return replace(self, prompt_ids=prompt, placement=Placement((), starts[0]), chunk_ids=(), chunk_kv=())
 
 
 class DecodeStep(NamedTuple):

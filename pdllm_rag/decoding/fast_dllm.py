@@ -2,7 +2,8 @@
 
 - the canvas holds the masks of the whole answer from the start; the first step of each block computes all its rows
   anew, the steps after it only some, over the KV that the first step left of the others;
-- chunks are static, as for static-KV decoding: the cached prompt is the question. Without chunks it is the prompt;
+- chunks are static, as for static-KV decoding, and the cached prompt is the question; with a dense context, chunks are
+  part of the prompt;
 - every sequence is at its own place in its own block, so a batch changes no answer;
 - with logit shift a block's first row is predicted by the row before, which later steps do not compute: the block's
   first step commits it, whatever its confidence, in the place of the surest row.
@@ -27,6 +28,7 @@ from pdllm_rag.context import Context, gather, rows_needed
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep, Sampling
 from pdllm_rag.decoding.denoise import CommitRule, canvas_of, denoise
 from pdllm_rag.decoding.graphed import GraphedStep, Shape, can_capture, checked_out
+from pdllm_rag.decoding.options import Asked, reads_no_kv
 from pdllm_rag.decoding.predictions import Predictions
 from pdllm_rag.decoding.sampling import Order, Proposal
 from pdllm_rag.decoding.static_kv import answer_logits
@@ -45,10 +47,13 @@ class FastDLLMOptions:
     Attributes:
         cache: KV of the rows before the block ("prefix": the masks after it are computed at each step), or of those
             after it too ("dual": a step computes the rows of the block alone).
+        context: "stored" reads the chunks' stored KV; "dense" computes chunks anew at each block's first step, as the
+            published decoder does with its whole prompt.
         factor: commit by this factor instead of the threshold (`sampling.within_factor`; 1 as published), or None.
     """
 
     cache: Cache = "dual"
+    context: Literal["stored", "dense"] = "stored"
     factor: float | None = None
 
     def __post_init__(self) -> None:
@@ -56,7 +61,7 @@ class FastDLLMOptions:
 
 
 class FastDLLMDecoder:
-    """Decodes over stored chunk KV, or over the prompt alone when a request has no chunks.
+    """Decodes over stored chunk KV, or over a dense prompt.
 
     Raises:
         ValueError: a block-causal model; the KV of its finished blocks is exact, and `StaticKVDecoder` decodes it.
@@ -78,6 +83,7 @@ class FastDLLMDecoder:
         self._model = model
         self._rule = replace(rule or CommitRule(), factor=options.factor)
         self._cache = options.cache
+        self.needs_kv = options.context == "stored"
         backbone = model.backbone
         self._backend = resolve(backend, backbone.device, backbone.dtype, backbone.head_dim)
 
@@ -93,6 +99,8 @@ class FastDLLMDecoder:
 
     def steps(self, requests: Sequence[DecodeRequest]) -> Iterator[DecodeStep]:
         """See `Decoder.steps`."""
+        if not self.needs_kv:
+            requests = [request.as_prompt() for request in requests]
         placed = [request.placed() for request in requests]
         canvases = [canvas_of(request, self._model.spec, whole=True) for request in requests]
         rooms = [len(canvas.ids) for canvas in canvases]
@@ -122,6 +130,15 @@ def why_not(model: LoadedModel) -> str | None:
         f"{model.spec.name} is block-causal: KV of its finished blocks is exact and later masks are not seen, so that "
         "nothing is left to approximate; take decoder 'static_kv'"
     )
+
+
+def clash(asked: Asked, options: FastDLLMOptions) -> str | None:
+    """Why options cannot go with what else is asked, or None."""
+    if options.context == "stored":
+        return None
+    if asked.placement != "sequential":
+        return f"a dense context has no gaps, and placement is {asked.placement!r}; expected 'sequential'"
+    return reads_no_kv(asked)
 
 
 class _FirstRowFirst:

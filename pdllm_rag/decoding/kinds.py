@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pdllm_rag.decoding import fast_dllm
 from pdllm_rag.decoding.base import Decoder
 from pdllm_rag.decoding.denoise import CommitRule
-from pdllm_rag.decoding.fast_dllm import FastDLLMDecoder, FastDLLMOptions
-from pdllm_rag.decoding.fast_dllm import why_not as not_fast_dllm
-from pdllm_rag.decoding.options import read_options
+from pdllm_rag.decoding.options import Asked, read_options, reads_no_kv
 from pdllm_rag.decoding.static_kv import StaticKVDecoder, StaticKVOptions
 from pdllm_rag.decoding.vanilla import VanillaDecoder, VanillaOptions
 from pdllm_rag.models.loader import LoadedModel
@@ -36,17 +35,6 @@ class DecoderType(Protocol):
         ...
 
 
-class Asked(Protocol):
-    """What is asked beside the decoder, for it to refuse (`config.AskOptions`)."""
-
-    @property
-    def policy(self) -> str: ...
-    @property
-    def chunk_rows(self) -> int | None: ...
-    @property
-    def steps(self) -> int | None: ...
-
-
 def _nothing(*_: Any) -> None:
     return None
 
@@ -58,15 +46,14 @@ class Kind:
     Attributes:
         decoder: its class, with a `name`.
         options: its frozen dataclass of options (see `options.read_options`).
-        clash: why it cannot go with what else is asked, or None; a decoder that reads no stored KV takes no policy and
-            no `chunk_rows` anyway.
+        clash: why it, with its options, cannot go with what else is asked, or None.
         why_not: why it cannot run on a model, or None.
-        caution: why it runs on a model and was not made for it, or None; gets the model and the decoder's options.
+        caution: why it, with its options, runs on a model and was not made for it, or None.
     """
 
     decoder: DecoderType
     options: type[Any]
-    clash: Callable[[Asked], str | None] = _nothing
+    clash: Callable[[Asked, Any], str | None] = _nothing
     why_not: Callable[[LoadedModel], str | None] = _nothing
     caution: Callable[[LoadedModel, Any], str | None] = _nothing
 
@@ -75,8 +62,8 @@ KINDS: dict[str, Kind] = {
     kind.decoder.name: kind
     for kind in (
         Kind(StaticKVDecoder, StaticKVOptions),
-        Kind(VanillaDecoder, VanillaOptions),
-        Kind(FastDLLMDecoder, FastDLLMOptions, why_not=not_fast_dllm),
+        Kind(VanillaDecoder, VanillaOptions, clash=reads_no_kv),
+        Kind(fast_dllm.FastDLLMDecoder, fast_dllm.FastDLLMOptions, fast_dllm.clash, fast_dllm.why_not),
     )
 }
 
@@ -90,15 +77,8 @@ def check(name: str, options: Mapping[str, Any], asked: Asked) -> None:
     if name not in KINDS:
         raise ValueError(f"decoder is {name!r}; expected one of {', '.join(KINDS)}")
     kind = KINDS[name]
-    read_options(name, kind.options, options)
-    if not kind.decoder.needs_kv and asked.policy != "independent":
-        raise ValueError(
-            f"policy is {asked.policy!r} with decoder {name!r}, which encodes chunks and question together at each "
-            "step and has no cache policy; leave the policy out, or take decoder 'static_kv'"
-        )
-    if not kind.decoder.needs_kv and asked.chunk_rows is not None:
-        raise ValueError(f"chunk_rows was given with decoder {name!r}, which reads no stored rows; leave it out")
-    if reason := kind.clash(asked):
+    chosen = read_options(name, kind.options, options)
+    if reason := kind.clash(asked, chosen):
         raise ValueError(f"decoder {name!r}: {reason}")
 
 

@@ -5,9 +5,34 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+
+
+class Asked(Protocol):
+    """What is asked beside the decoder, for it to refuse (`config.AskOptions`)."""
+
+    @property
+    def policy(self) -> str: ...
+    @property
+    def placement(self) -> str: ...
+    @property
+    def chunk_rows(self) -> int | None: ...
+    @property
+    def steps(self) -> int | None: ...
+
+
+def reads_no_kv(asked: Asked, _options: object = None) -> str | None:
+    """Why what is asked cannot go with a decoder that encodes chunks and question together, or None."""
+    if asked.policy != "independent":
+        return (
+            f"policy is {asked.policy!r}, but chunks and question are encoded together and there is no cache policy; "
+            "leave the policy out, or take decoder 'static_kv'"
+        )
+    if asked.chunk_rows is not None:
+        return "chunk_rows was given, but no stored rows are read; leave it out, or take decoder 'static_kv'"
+    return None
 
 
 def read_options(decoder: str, options: type[T], given: Mapping[str, Any]) -> T:
