@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pdllm_rag import LoadedModel
+from pdllm_rag.attention import causal_block
 from pdllm_rag.decoding import DecodeRequest, DecodeStep
 from pdllm_rag.encoder import ChunkEncoder
 from pdllm_rag.placement import plan_offsets
@@ -33,10 +34,11 @@ def request_for(
     """Two chunks and a prompt, random."""
     generator = torch.Generator().manual_seed(seed)
     chunks = [torch.randint(4, 250, (n,), generator=generator).numpy().astype(np.int32) for n in (11, 6)]
+    block = causal_block(model.spec.family)
     encoder = ChunkEncoder(model, model.fingerprint("float32"))
     return DecodeRequest(
         torch.randint(4, 250, (prompt,), generator=generator).tolist(),
-        plan_offsets([len(chunk) for chunk in chunks], "sequential", chunk_len=11),
+        plan_offsets([len(chunk) for chunk in chunks], "sequential", chunk_len=11, multiple=block or 1),
         max_new_tokens,
         chunk_ids=[chunk.tolist() for chunk in chunks],
         chunk_kv=[next(iter(encoder.batches([chunk])))[0][1] for chunk in chunks],

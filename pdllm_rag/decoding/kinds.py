@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pdllm_rag.decoding import fast_dllm
+from pdllm_rag.decoding import block_causal, d2f, fast_dllm
 from pdllm_rag.decoding.base import Decoder
 from pdllm_rag.decoding.denoise import CommitRule
 from pdllm_rag.decoding.options import Asked, read_options, reads_no_kv
+from pdllm_rag.decoding.pipeline import D2FOptions
 from pdllm_rag.decoding.static_kv import StaticKVDecoder, StaticKVOptions
 from pdllm_rag.decoding.vanilla import VanillaDecoder, VanillaOptions
 from pdllm_rag.models.loader import LoadedModel
@@ -64,6 +65,8 @@ KINDS: dict[str, Kind] = {
         Kind(StaticKVDecoder, StaticKVOptions),
         Kind(VanillaDecoder, VanillaOptions, clash=reads_no_kv),
         Kind(fast_dllm.FastDLLMDecoder, fast_dllm.FastDLLMOptions, fast_dllm.clash, fast_dllm.why_not),
+        Kind(d2f.D2FDecoder, D2FOptions, caution=d2f.caution),
+        Kind(block_causal.BlockCausalDecoder, block_causal.BlockCausalOptions, why_not=block_causal.why_not),
     )
 }
 
