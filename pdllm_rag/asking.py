@@ -21,7 +21,7 @@ from pdllm_rag.events import CanvasUpdate, Final, Messages, StreamEvent, TextDel
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.models.tokenizer import Prompt
 from pdllm_rag.placement import Placement, plan_offsets
-from pdllm_rag.policies import encode_jointly
+from pdllm_rag.policies import check_policy, encode_jointly, rows_seen
 from pdllm_rag.pool import KVPool
 from pdllm_rag.reading import Found, Reading, Source
 from pdllm_rag.retrieval import Selection
@@ -78,16 +78,18 @@ class Asking:
             find: from the question's text to what was found.
 
         Raises:
-            RequestError: no question; ContextWindowError: it does not fit; ValueError: the decoder cannot run here.
+            RequestError: no question; ContextWindowError: it does not fit.
             GenerationCancelled: `options.cancel` was set.
             NumericsError: the model's logits are not finite.
+            ValueError: the decoder cannot run here, or the policy means nothing for this model.
         """
+        check_policy(options.policy, self.model.spec)
         clock = Clock()
         decoder = options.make_decoder(self.model)
         text, prompt = self.prompt(question, options)
         found = find(text, clock)
         ranked = self._fitting(found, prompt, options)
-        reading = self._thinned(self._read(ranked, found, decoder, options, clock), prompt, options, clock)
+        reading = self._thinned(self._read(ranked, found, prompt, decoder, options, clock), prompt, options, clock)
         outcome = Outcome(self._transcript(options), [])
         if ranked:
             yield from self._decode(prompt, reading, found.selection.margin, decoder, options, clock, outcome)
@@ -206,7 +208,13 @@ class Asking:
         return plan_offsets(lens, options.placement, chunk_len=max(self.chunk_len, *lens, 1), multiple=block)
 
     def _read(
-        self, ranked: Sequence[Source], found: Found, decoder: Decoder, options: AskOptions, clock: Clock
+        self,
+        ranked: Sequence[Source],
+        found: Found,
+        prompt: Prompt,
+        decoder: Decoder,
+        options: AskOptions,
+        clock: Clock,
     ) -> Reading:
         """Put the sources in document order and get their KV, under the policy asked for and no other."""
         ordered = sorted(ranked, key=lambda source: source.ref)
@@ -215,8 +223,10 @@ class Asking:
         if not decoder.needs_kv:
             return Reading(ordered, placement, (), ordered)
         with clock.phase("load"):
-            if options.policy == "joint":
-                kv, placement = encode_jointly(self.model, [source.token_ids for source in ordered], placement)
+            if options.policy != "independent":
+                seen = rows_seen(options.policy, self.model.spec, prompt.ids)
+                ids = [source.token_ids for source in ordered]
+                kv, placement = encode_jointly(self.model, ids, placement, seen)
                 return Reading(ordered, placement, kv, ordered)
             absent = [s.ref.chunk_id for s in ordered if s.ref.chunk_id not in found.kv]
             acquired = self.pool.acquire(absent)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 DECODERS = ("static_kv", "vanilla", "fast_dllm", "d2f", "block_causal")
 FIRST_STAGES = ("bm25", "sketch", "fusion")
 LOADS = ("store", "auto")
-POLICIES = ("independent", "joint")
+POLICIES = ("independent", "joint", "joint_query")
 PLACEMENTS = ("sequential", "gap", "reuse")
 
 
