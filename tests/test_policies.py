@@ -118,6 +118,6 @@ def test_joint_query_is_refused_before_anything_is_read_where_chunks_do_not_see_
     causal = replace(engine.model, spec=replace(spec, family=replace(spec.family, prefill_mask="block-causal-4")))
     with (
         RagEngine.open(MemoryStore(), causal) as empty,
-        pytest.raises(ValueError, match="joint_query.*expected 'joint'"),
+        pytest.raises(ValueError, match=r"joint_query.*expected 'joint'"),
     ):
         empty.answer("When does it sail?", policy="joint_query")

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from pdllm_rag.cli import eval_anchors, eval_needle, eval_retrieval, prefill
-from pdllm_rag.cli.console import byte_size, on_terminal, print_table, progress_bar, results, table, write_json
+from pdllm_rag.cli import eval_anchors, eval_needle, eval_retrieval, eval_reuse
+from pdllm_rag.cli.console import on_terminal, print_table, progress_bar, results, table, write_json
 from pdllm_rag.cli.eval_report import estimate, settings
 from pdllm_rag.cli.opening import add_model, add_store, is_store_given, open_engine
 from pdllm_rag.cli.options import add_asking, asking_options
@@ -37,8 +37,6 @@ ANSWERABLE_ROWS = (
     ("bm25_recall_at_1", "recall@1, BM25 alone"),
     ("bm25_recall_at_4", "recall@4, BM25 alone"),
 )
-REUSE_ROWS = ("accuracy", "accuracy_without_abstaining", "false_refusals", "recall_at_1", "recall_at_4")
-DOCUMENTS, QUESTIONS = "examples/handbook", "examples/handbook_questions.jsonl"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -61,34 +59,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     qa.add_argument("--details", metavar="FILE", help="write each outcome there, one JSON object per line")
     qa.add_argument("--json", action="store_true", help="print one JSON object and no progress")
     qa.set_defaults(run=run_qa)
-    reuse = measures.add_parser(
-        "reuse",
-        help="compare stored dtypes: answers, errors and bytes",
-        description="Prefill documents into a new store for each stored dtype, ask the questions over each, and "
-        "compare answers and KV with those of the float32 store. The stores are removed again.",
-    )
-    reuse.add_argument("--documents", nargs="+", default=[DOCUMENTS], metavar="PATH", help=f"(default: {DOCUMENTS})")
-    reuse.add_argument("--questions", default=QUESTIONS, metavar="FILE", help=f"as for qa (default: {QUESTIONS})")
-    add_model(reuse)
-    reuse.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="compute dtype; in bfloat16 a bfloat16 store has nothing to lose (default: float32)",
-    )
-    reuse.add_argument(
-        "--kv-dtype",
-        action="append",
-        choices=prefill.KV_DTYPES,
-        help="may be repeated; float32 is always measured (default: all)",
-    )
-    add_asking(reuse)
-    reuse.add_argument("--limit", type=positive_int, metavar="N", help="ask only the first N questions")
-    reuse.add_argument("--json", action="store_true", help="print one JSON object and no progress")
-    reuse.set_defaults(run=run_reuse)
     eval_needle.add_parser(measures)
     eval_anchors.add_parser(measures)
     eval_retrieval.add_parser(measures)
+    eval_reuse.add_parser(measures)
 
 
 def run_qa(args: argparse.Namespace) -> int:
@@ -124,32 +98,6 @@ def run_qa(args: argparse.Namespace) -> int:
     for part in _tables(figures):
         print_table(console, part)
         console.print()
-    return 0
-
-
-def run_reuse(args: argparse.Namespace) -> int:
-    """Compare the stored dtypes and report."""
-    import torch
-    from pdllm_store import KV_DTYPES
-
-    from pdllm_rag.evaluation import read_questions
-    from pdllm_rag.evaluation.reuse import compare_dtypes
-    from pdllm_rag.models import load_model
-
-    questions = read_questions(args.questions, limit=args.limit)
-    options = asking_options(args)
-    kv_dtypes = args.kv_dtype or KV_DTYPES
-    model = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype))
-    with progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
-        task = bar.add_task("Asking", total=len(questions) * len({"float32", *kv_dtypes}))
-        by_dtype = compare_dtypes(
-            model, args.documents, questions, options, kv_dtypes, on_outcome=lambda _: bar.advance(task)
-        )
-    figures = {"questions": args.questions, "documents": args.documents, "kv_dtypes": by_dtype}
-    if args.json:
-        write_json({**figures, "settings": settings(model, options)})
-    else:
-        print_table(results(), _reuse_table(by_dtype))
     return 0
 
 
@@ -190,24 +138,3 @@ def _tables(figures: dict[str, Any]) -> list[Table]:
     for phase, median in figures["ms"]["phases"].items():
         cost.add_row(f"{phase.replace('_', ' ')} ms", f"{median:.1f}", "")
     return [quality, cost]
-
-
-def _reuse_table(by_dtype: dict[str, Any]) -> Table:
-    filled = table("measure", *by_dtype, right=tuple(by_dtype))
-    columns = [_reuse_cells(figures) for figures in by_dtype.values()]
-    for label in columns[0]:
-        filled.add_row(label, *(cells[label] for cells in columns))
-    return filled
-
-
-def _reuse_cells(figures: dict[str, Any]) -> dict[str, str]:
-    answerable, error, load = figures["answerable"], figures["relative_l2_error"], figures["load"]
-    estimates = {f"answerable: {label}": answerable[key] for key, label in ANSWERABLE_ROWS if key in REUSE_ROWS}
-    estimates |= {f"{kind.replace('_', ' ')}: refused": figures[kind]["refused"] for kind in ("unrelated", "near_miss")}
-    estimates["the same text as from float32"] = figures["agreement"]
-    return {label: "{} ({})".format(*estimate(value)) for label, value in estimates.items()} | {
-        "relative L2 error of keys": f"{error['k']:.2e}",
-        "relative L2 error of values": f"{error['v']:.2e}",
-        "KV of 1,000 tokens": byte_size(round(figures["kv_bytes_per_1k_tokens"])),
-        f"mean ms of loading {load['chunks']} chunks": f"{load['ms']['value']:.1f}",
-    }

@@ -36,6 +36,11 @@ def estimate(estimate: dict[str, float] | None) -> tuple[str, str]:
     return f"{estimate['value']:.3f}", f"{estimate['low']:.3f} to {estimate['high']:.3f}"
 
 
+def estimated_difference(estimate: dict[str, float]) -> str:
+    """A difference and its interval, with signs, for a table."""
+    return f"{estimate['value']:+.3f} ({estimate['low']:+.3f} to {estimate['high']:+.3f})"
+
+
 def where(figures: dict[str, Any]) -> str:
     """The model of figures and the machine that they were measured on, in a line."""
     machine = figures["machine"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdllm_rag.cli.console import on_terminal, print_table, progress_bar, results, say, table, write_json
-from pdllm_rag.cli.eval_report import where
+from pdllm_rag.cli.eval_report import estimated_difference, where
 from pdllm_rag.cli.opening import add_model, add_store, is_store_given, open_engine
 from pdllm_rag.cli.options import FIRST_STAGES
 from pdllm_rag.cli.values import positive_int, seed
@@ -218,9 +218,5 @@ def _tables(figures: dict[str, Any]) -> list[Table]:
         values.add_row(name, *numbers, f"{ms['median']:.0f}", f"{ms['p90']:.0f}")
         if row["difference"]:
             keys = ("recall_at_1", "mrr", "ndcg_at_10")
-            against.add_row(name, *(_signed(row["difference"][key]) for key in keys))
+            against.add_row(name, *(estimated_difference(row["difference"][key]) for key in keys))
     return [values, against]
-
-
-def _signed(estimate: dict[str, float]) -> str:
-    return f"{estimate['value']:+.3f} ({estimate['low']:+.3f} to {estimate['high']:+.3f})"

@@ -89,6 +89,27 @@ def plot_anchors(figures: Mapping[str, Any], path: str | Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def plot_reuse(figures: Mapping[str, Any], path: str | Path) -> None:
+    """Differences in F1 from the base with their intervals, a panel for each set of questions."""
+    sets = figures["sets"]
+    n_others = max(len(part["ways"]) for part in sets.values()) - 1
+    figure, axes = _canvas(1, len(sets), (2.5 + 5.0 * len(sets), 1.8 + 0.45 * n_others), figures)
+    for axis, (name, part) in zip(axes[0], sets.items(), strict=True):
+        base, *others = part["ways"]
+        for row, way in enumerate(others):
+            value, low, high = (100 * way["difference"]["f1"][key] for key in ("value", "low", "high"))
+            axis.plot([low, high], [row, row], color="#1f5fa8", linewidth=3)
+            axis.plot(value, row, "o", color="#0b6e4f")
+        axis.axvline(0, color="#555555", linestyle="--")
+        axis.set_yticks(range(len(others)), [way["name"] for way in others], fontsize=FONT_SIZE - 1)
+        axis.set_ylim(n_others - 0.5, -0.5)
+        axis.set_xlabel("F1 against the base, points (95 % interval)", fontsize=FONT_SIZE - 1)
+        title = f"{Path(name).name}, n = {part['n']}\n{base['name']}: F1 {100 * base['f1']['value']:.1f}"
+        axis.set_title(title, fontsize=FONT_SIZE)
+        axis.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=130)
+
+
 def _canvas(n_rows: int, n_columns: int, size: tuple[float, float], figures: Mapping[str, Any]) -> tuple[Any, Any]:
     """A figure and its axes, [n_rows][n_columns]."""
     check_matplotlib()

@@ -3,7 +3,7 @@
 - a file holds one JSON object per line: question, answers (or answer), doc_ids, kind, id, context;
 - kind is "answerable", "unrelated" (no document touches it) or "near_miss" (the topic is there, the fact is
   not); the last two should be refused. A row that has answers and no kind is answerable;
-- a row with a "context" is asked over that text, without the store and without retrieval figures;
+- a row with a "context" (a text or several) is asked over that, without the store and without retrieval figures;
 - a refusal of an answerable question counts as a wrong answer.
 """
 
@@ -39,7 +39,7 @@ class Question:
     Attributes:
         answers: accepted answers; empty unless it is answerable.
         doc_ids: documents that state the answer; empty if unknown or none.
-        context: the text to answer from instead of the store.
+        context: the text, or texts, to answer from instead of the store.
     """
 
     id: str
@@ -47,7 +47,7 @@ class Question:
     kind: str
     answers: tuple[str, ...]
     doc_ids: tuple[str, ...]
-    context: str | None
+    context: str | tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,10 @@ def _question(row: Any, number: int) -> Question:
     text, context = row.get("question"), row.get("context")
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"question is {text!r}, expected some text")
-    if context is not None and not isinstance(context, str):
-        raise ValueError(f"context is {type(context).__name__}, expected text")
+    if isinstance(context, list):
+        context = _texts(row, "context")
+    elif context is not None and not isinstance(context, str):
+        raise ValueError(f"context is {type(context).__name__}, expected a text or a list of texts")
     answers = _texts(row, "answers") or _texts(row, "answer")
     kind = row.get("kind", "answerable" if answers else None)
     if kind not in KINDS:
