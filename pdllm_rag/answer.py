@@ -46,6 +46,7 @@ class AnswerStats:
         context_tokens: tokens of the chunks read; `cached_tokens` of them were served from the store.
         ms: milliseconds by phase: first_stage, draft, score, load, decode, total.
         support: probability that the documents hold the answer, or None if the family has no calibration.
+        min_support: what it was held against; None if nothing is withheld.
         backend: how attention over the chunks ran: a Split-S backend ("triton, graphed" as a CUDA graph), or "dense".
     """
 
@@ -63,6 +64,7 @@ class AnswerStats:
     supported: bool
     support: float | None
     backend: str = ""
+    min_support: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form."""

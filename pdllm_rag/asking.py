@@ -26,7 +26,7 @@ from pdllm_rag.pool import KVPool
 from pdllm_rag.reading import Found, Reading, Source
 from pdllm_rag.retrieval import Selection
 from pdllm_rag.sparsity import attention_received, kept_rows, sparse
-from pdllm_rag.support import says_nothing, support_probability
+from pdllm_rag.support import MIN_SUPPORT, is_too_low, says_nothing, support_probability
 from pdllm_rag.transcript import Transcript
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,22 @@ class Asking:
         """The window in force: the options', else the family's."""
         return self.model.spec.family.score_window if options.score_window is None else options.score_window
 
+    def min_support(self, options: AskOptions) -> float | None:
+        """Support below which an answer is withheld; None withholds nothing.
+
+        Raises:
+            RequestError: one was given, and the family has no calibration that tells support.
+        """
+        family = self.model.spec.family
+        if family.support is not None:
+            return (MIN_SUPPORT if options.min_support is None else options.min_support) if options.abstain else None
+        if options.min_support is not None:
+            raise RequestError(
+                f"min_support is {options.min_support}, but family {family.name} has no calibration that tells an "
+                "answer's support; leave it out, or give the family one (`Family.support`)"
+            )
+        return None
+
     def events(
         self,
         question: str | Messages,
@@ -78,7 +94,8 @@ class Asking:
             find: from the question's text to what was found.
 
         Raises:
-            RequestError: no question; ContextWindowError: it does not fit.
+            RequestError: no question, or `min_support` for a family without calibration.
+            ContextWindowError: it does not fit.
             GenerationCancelled: `options.cancel` was set.
             NumericsError: the model's logits are not finite.
             ValueError: the decoder cannot run here, or the policy means nothing for this model.
@@ -87,6 +104,7 @@ class Asking:
         clock = Clock()
         decoder = options.make_decoder(self.model)
         text, prompt = self.prompt(question, options)
+        self.min_support(options)  # refused before anything is computed
         found = find(text, clock)
         ranked = self._fitting(found, prompt, options)
         reading = self._thinned(self._read(ranked, found, prompt, decoder, options, clock), prompt, options, clock)
@@ -118,6 +136,7 @@ class Asking:
             supported=supported,
             support=outcome.support,
             backend=decoder.backend,
+            min_support=self.min_support(options),
         )
         citations = self._cite(ranked, found.selection, said, text) if supported else ()
         yield Final(Answer(said, citations, stats, tuple(outcome.steps)))
@@ -285,7 +304,7 @@ class Asking:
                 return
             if not outcome.steps:
                 outcome.support = support_probability(family.support, step.probe, margin)
-                outcome.withheld = options.abstain and outcome.support is not None and outcome.support < 0.5
+                outcome.withheld = is_too_low(outcome.support, self.min_support(options))
             outcome.steps.append(step)
             if outcome.withheld:
                 outcome.transcript.nfe = step.nfe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -22,7 +23,10 @@ class AskOptions:
         k: most chunks that the model reads.
         candidates: chunks of the first stage that are scored.
         first_stage: what proposes them: "bm25"; "sketch", mean keys (`sketches`); "fusion" of both; or one's own: an
-            object with `search` as `first_stage.FirstStage` has it, or a function (text, n) -> hits (`foreign`).
+            object with `search` as `first_stage.FirstStage` has it, or a function (text, n) -> hits (`foreign`); or a
+            list of such, of which the ranks are fused (`fusion`), as ["bm25", from_langchain(retriever)].
+        rank_weight: how much the first stage's order counts: a candidate's score is s - rank_weight * ln(its rank), in
+            nats per question token. 0 leaves only s; about 0.5 suits a first stage that is better than BM25.
         score_window: chunks whose score lies more than this below the best one's are not read (nats per question
             token); infinity reads all k, None takes the family's.
         policy: where their KV comes from (`policies`).
@@ -38,12 +42,16 @@ class AskOptions:
         stop: strings that end the answer.
         filter: metadata that a document must have (`doc_id` and `source` count as metadata).
         abstain: withhold an answer that the documents do not support.
+        min_support: least `AnswerStats.support` of an answer that is not withheld, a probability from 0 (none is
+            withheld) to 1 (all but certain ones are); None is 0.5 where the family is calibrated, and withholds
+            nothing where it is not. What a choice costs: docs/quality.md.
         cancel: set it from another thread to stop.
     """
 
     k: int = 4
     candidates: int = 8
     first_stage: Choice = "bm25"
+    rank_weight: float = 0.0
     score_window: float | None = None
     policy: str = "independent"
     chunk_rows: int | None = None
@@ -59,6 +67,7 @@ class AskOptions:
     stop: tuple[str, ...] = ()
     filter: Mapping[str, Any] = field(default_factory=dict)
     abstain: bool = True
+    min_support: float | None = None
     cancel: threading.Event | None = None
 
     def __post_init__(self) -> None:
@@ -78,8 +87,12 @@ class AskOptions:
             object.__setattr__(self, "stop", (self.stop,))
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise ValueError(f"stop is {self.stop!r}; expected non-empty strings")
+        if not 0 <= self.rank_weight < math.inf:
+            raise ValueError(f"rank_weight is {self.rank_weight!r}; expected a finite number of 0 or more")
         if self.score_window is not None and not self.score_window >= 0:
             raise ValueError(f"score_window is {self.score_window!r}; expected a number of 0 or more, or None")
+        if self.min_support is not None and not 0 <= self.min_support <= 1:
+            raise ValueError(f"min_support is {self.min_support!r}; expected a number from 0 to 1, or None")
         CommitRule(self.threshold, self.steps)
         self.sampling  # noqa: B018  (checks them)
 

@@ -315,9 +315,15 @@ class RagEngine:
             if self._mender.left_out:
                 doc_ids = (self._index.doc_ids() if doc_ids is None else doc_ids) - self._mender.left_out
         window = self._asking.score_window(options)
-        stage = options.first_stage
         selection = self._retriever.select(
-            text, options.k, options.candidates, clock, score_window=window, doc_ids=doc_ids, first_stage=stage
+            text,
+            options.k,
+            options.candidates,
+            clock,
+            score_window=window,
+            doc_ids=doc_ids,
+            first_stage=options.first_stage,
+            rank_weight=options.rank_weight,
         )
         sources = self._sources(selection.refs)
         with clock.phase("load"):

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -32,7 +33,7 @@ MIN_FOR_MARGIN = 4  # a median of fewer candidates says little about what an unr
 class Selection(NamedTuple):
     """Selected chunks, best first.
 
-    scores: mean log-likelihoods s, descending; 0.0 throughout when nothing was scored.
+    scores: mean log-likelihoods s less what `rank_weight` takes off, descending; all 0.0 when nothing was scored.
     margin: best s_I minus the candidates' median s_I; None when nothing or too little was scored, or s_I was not
         estimated as the families' `support` expects it.
     n_candidates: chunks that were scored, or considered.
@@ -82,12 +83,13 @@ class Retriever:
         score_window: float | None,
         doc_ids: Collection[str] | None = None,
         first_stage: Choice = "bm25",
+        rank_weight: float = 0.0,
     ) -> Selection:
         """The k best chunks of the store for a question, of the first stage's `n_candidates`.
 
         Args:
             score_window: what will be left out for its score; without one, nothing is scored if all candidates fit.
-            first_stage: see `AskOptions`.
+            first_stage, rank_weight: see `AskOptions`.
 
         Raises:
             ChunkNotFoundError: a candidate was deleted meanwhile.
@@ -108,15 +110,26 @@ class Retriever:
             return Selection.unscored(refs)
         with clock.phase("score"):
             acquired = self.pool.acquire([ref.chunk_id for ref in refs])
-        selection = self.rank(text, refs, [acquired.kv[ref.chunk_id] for ref in refs], k, clock)
+        kvs = [acquired.kv[ref.chunk_id] for ref in refs]
+        selection = self.rank(text, refs, kvs, k, clock, rank_weight=rank_weight)
         return selection._replace(recomputed=acquired.recomputed)
 
-    def rank(self, text: str, refs: Sequence[ChunkRef], kvs: Sequence[ChunkKV], k: int, clock: Clock) -> Selection:
+    def rank(
+        self,
+        text: str,
+        refs: Sequence[ChunkRef],
+        kvs: Sequence[ChunkKV],
+        k: int,
+        clock: Clock,
+        *,
+        rank_weight: float = 0.0,
+    ) -> Selection:
         """The k best of these chunks; the first ones are taken for the first stage's best."""
         parts = self.evidence(text, kvs, clock).under(self.scoring)
         total = self.scoring.combination.scores(parts)
         if total is None:
             return Selection.unscored(refs[:k])
+        total = with_ranks(total, rank_weight)
         order = sorted(range(len(refs)), key=lambda i: (-total[i], refs[i]))[:k]
         margin = None
         if self.scoring.has_plain_s_i and self._uses_s_i and len(refs) >= MIN_FOR_MARGIN:
@@ -145,6 +158,11 @@ class Retriever:
         weight = self.scoring.draft_weight
         weight = self.model.spec.family.draft_weight if weight is None else weight
         return weight != 0 or not isinstance(self.scoring.combination, WeightedSum)
+
+
+def with_ranks(scores: Sequence[float], rank_weight: float) -> list[float]:
+    """Scores of candidates, the first stage's best first, each with a prior of its rank: ln(rank ** -rank_weight)."""
+    return [score - rank_weight * math.log(rank) for rank, score in enumerate(scores, start=1)]
 
 
 def needs_scores(n_candidates: int, k: int, score_window: float | None) -> bool:

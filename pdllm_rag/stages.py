@@ -13,7 +13,7 @@ from pdllm_rag.fusion import Fusion
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.sketches import SketchIndex
 
-Choice = str | FirstStage | Search  # what `AskOptions.first_stage` takes
+Choice = str | FirstStage | Search | list["Choice"] | tuple["Choice", ...]  # what `AskOptions.first_stage` takes
 
 
 class FirstStages:
@@ -31,7 +31,7 @@ class FirstStages:
         self._lock = threading.RLock()
 
     def chosen(self, choice: Choice) -> FirstStage:
-        """The stage that a name, a stage or a user's function stands for.
+        """The stage that a name, a stage or a user's function stands for, or the fusion of several of them.
 
         Raises:
             ValueError: it is none of them.
@@ -43,6 +43,8 @@ class FirstStages:
                     self._made[choice] = self._makers[choice]()
                 return self._made[choice]
         check_choice(choice)
+        if isinstance(choice, (list, tuple)):
+            return Fusion([self.chosen(one) for one in choice])
         return choice if isinstance(choice, FirstStage) else ForeignStage(choice, self._store, self._fingerprint)
 
 
@@ -50,10 +52,14 @@ NAMES = ("bm25", "sketch", "fusion")
 
 
 def check_choice(choice: object) -> None:
-    """Raises ValueError unless this is a stage's name, a stage, or a function."""
+    """Raises ValueError unless this is a stage's name, a stage, a function, or a list of such."""
+    if isinstance(choice, (list, tuple)) and choice:
+        for one in choice:
+            check_choice(one)
+        return
     if choice in NAMES if isinstance(choice, str) else isinstance(choice, FirstStage) or callable(choice):
         return
     raise ValueError(
         f"first_stage is {choice!r}; expected one of {', '.join(NAMES)}, an object with search(text, n, doc_ids=...), "
-        "or a function (text, n) -> [(doc_id, passage), ...]"
+        "a function (text, n) -> [(doc_id, passage), ...], or several of them in a list"
     )

@@ -11,11 +11,18 @@ import math
 
 from pdllm_rag.models.families import Support
 
+MIN_SUPPORT = 0.5  # the calibration's own boundary: logit 0
+
 
 def says_nothing(text: str, no_answer: str | None) -> bool:
     """Whether a text is empty, or the family's no-answer text, or the beginning of it (a cut one)."""
     said = text.strip()
     return not said or (no_answer is not None and no_answer.startswith(said))
+
+
+def is_too_low(support: float | None, min_support: float | None) -> bool:
+    """Whether an answer's support is known, held against something, and below it."""
+    return support is not None and min_support is not None and support < min_support
 
 
 def support_probability(calibration: Support | None, probe: float | None, margin: float | None) -> float | None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from pdllm_store import MemoryStore
 
+from pdllm_rag.bench.corpus import bench_corpus
 from pdllm_rag.bench.machine import Spread, compare, describe, take_turns
 from pdllm_rag.bench.prefill import bench_prefill, random_chunks
 from pdllm_rag.bench.query import QueryShapes, bench_query
@@ -124,6 +126,25 @@ def test_more_steps_than_a_block_are_refused(engine: RagEngine) -> None:
         bench_query(engine, shapes=QueryShapes(steps=33))
 
 
+def test_a_growing_store_is_asked_at_every_size(tiny_model: LoadedModel, tmp_path: Path) -> None:
+    """The words are told apart by the index, the answers read real KV, and nothing is left behind."""
+    figures = bench_corpus(tiny_model, (5, 120), questions=2, repeat=1, chunk_len=8, folder=tmp_path)
+    assert [row["chunks"] for row in figures["sizes"]] == [5, 120]
+    for row in figures["sizes"]:
+        assert row["build_ms"] > 0
+        assert is_spread(row["open_ms"])
+        assert {phase for phase, spread in row["ms"].items() if spread["median"] > 0} >= {
+            "first_stage",
+            "score",
+            "total",
+        }
+    assert figures["growth"]["chunks"] == 24
+    assert not list(tmp_path.iterdir())
+    for sizes in ((), (0, 5), (5, 5)):
+        with pytest.raises(ValueError, match="ascending"):
+            bench_corpus(tiny_model, sizes)
+
+
 # -- the command ---------------------------------------------------------------------------------------------
 
 
@@ -132,7 +153,10 @@ def command(engine: RagEngine, tiny_model: LoadedModel, monkeypatch: pytest.Monk
     """Runs a command line with small shapes against the engine's store and model."""
     monkeypatch.setattr(RagEngine, "open", lambda *_, **__: engine)
     monkeypatch.setattr("pdllm_rag.models.load_model", lambda _: tiny_model)
-    monkeypatch.setattr("pdllm_rag.bench.query.bench_query", lambda *a, **k: bench_query(*a, **k, shapes=TINY))
+    monkeypatch.setattr(
+        "pdllm_rag.bench.query.bench_query",
+        lambda *a, shapes, **k: bench_query(*a, **k, shapes=replace(TINY, steps=shapes.steps)),
+    )
 
     def run(*argv: str) -> int:
         parser = argparse.ArgumentParser()
@@ -165,9 +189,9 @@ def test_query_prints_one_json_object_over_the_answerable_questions(
 def test_query_prints_a_table_and_the_machine(
     command: Callable[..., int], questions: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command("query", "--store", "kb", "--questions", str(questions), "--repeat", "1") == 0
+    assert command("query", "--store", "kb", "--questions", str(questions), "--repeat", "1", "--steps", "2") == 0
     out = capsys.readouterr().out
-    for text in ("vanilla over 32 tokens", "scoring 3 chunks, 2 steps", "1 questions", "float32", "threads"):
+    for text in ("vanilla over 32 tokens", "selecting among 3 chunks, 2 steps", "1 questions", "float32", "threads"):
         assert text in out
 
 
@@ -176,6 +200,19 @@ def test_query_refuses_a_file_without_answerable_questions(command: Callable[...
     path.write_text('{"question": "Who wrote Hamlet?", "kind": "unrelated"}\n')
     with pytest.raises(ValueError, match="no answerable question"):
         command("query", "--store", "kb", "--questions", str(path))
+
+
+def test_corpus_prints_a_table_of_sizes(
+    tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pdllm_rag.models.load_model", lambda *_, **__: tiny_model)
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["bench", "corpus", "--sizes", "4,9", "--questions", "1", "--repeat", "1"])
+    assert args.run(args) == 0
+    out = capsys.readouterr().out
+    for text in ("4 chunks", "9 chunks", "opening, first search", "total"):
+        assert text in out
 
 
 def test_prefill_prints_a_table_or_one_json_object(

@@ -315,6 +315,29 @@ def test_an_answer_is_withheld_when_the_first_step_speaks_for_no_answer(tiny_mod
             assert engine.answer("Which codeword?", abstain=False).text != answer.text
 
 
+def test_the_caller_chooses_the_least_support(tiny_model: LoadedModel) -> None:
+    """What is withheld follows from the support that is told, for any threshold; 0 withholds nothing."""
+    support = Support(bias=-0.2, no_answer=0.0, margin=0.0, typical_margin=0.0)
+    spec = replace(tiny_model.spec, family=replace(tiny_model.spec.family, support=support))
+    engine = opened(replace(tiny_model, spec=spec))
+    engine.prefill([InputDocument(f"d{i}", text, f"d{i}") for i, text in enumerate(PARAGRAPHS)])
+    told = engine.answer("Which codeword?", abstain=True).stats
+    assert (told.support, told.min_support, told.supported) == (pytest.approx(0.450166), 0.5, False)
+    for least in (0.0, 0.45, 0.46, 1.0):
+        stats = engine.answer("Which codeword?", abstain=True, min_support=least).stats
+        assert (stats.support, stats.min_support, stats.supported) == (told.support, least, least < 0.4502)
+    assert engine.answer("Which codeword?", min_support=1.0, abstain=False).stats.min_support is None
+
+
+def test_a_least_support_is_refused_where_nothing_tells_support(tiny_model: LoadedModel) -> None:
+    spec = replace(tiny_model.spec, family=replace(tiny_model.spec.family, support=None))
+    engine = opened(replace(tiny_model, spec=spec))
+    engine.prefill([InputDocument("d", PARAGRAPHS[0], "d")])
+    assert engine.answer("Which codeword?", abstain=True).stats.min_support is None
+    with pytest.raises(RequestError, match=r"min_support is 0\.3, but family .* has no calibration"):
+        engine.answer("Which codeword?", min_support=0.3)
+
+
 def test_a_beginning_of_the_no_answer_text_is_no_supported_answer() -> None:
     from pdllm_rag.support import says_nothing
 

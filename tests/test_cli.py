@@ -107,11 +107,19 @@ def test_choices_and_defaults_are_those_of_the_engine() -> None:
 
 def test_every_option_of_a_question_reaches_the_engine() -> None:
     words = "--k 2 --candidates 5 --first-stage fusion --policy joint --placement gap --chunk-rows 9 --max-new-tokens 7"
+    words += " --rank-weight 0.4"
     words += " --threshold 0.5 --steps 3 --score-window 1.5 --temperature 0.7 --top-p 0.9 --seed 9 --no-abstain"
     words += " --stop a --stop b --filter x=1 --filter y=2=3"
     options = ask.options_of(build_parser().parse_args(["ask", "q", "--store", "s", *words.split()]))
     same = [f.name for f in fields(options) if getattr(options, f.name) == getattr(AskOptions(), f.name)]
-    assert same == ["decoder", "decoder_options", "cancel"]  # vanilla has no policy to go with
+    assert same == [
+        "decoder",
+        "decoder_options",
+        "min_support",
+        "cancel",
+    ]  # which would clash
+    least = build_parser().parse_args(["ask", "q", "--store", "s", "--min-support", "0.8"])
+    assert ask.options_of(least).min_support == 0.8
     assert options.stop == ("a", "b")
     assert options.filter == {"x": "1", "y": "2=3"}
 

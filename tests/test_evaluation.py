@@ -26,6 +26,7 @@ from pdllm_rag.evaluation.metrics import (
     proportion,
     token_f1,
 )
+from pdllm_rag.evaluation.qa import by_min_support
 from pdllm_rag.models import LoadedModel
 from pdllm_rag.prefill import InputDocument
 
@@ -256,7 +257,7 @@ def test_refusals_are_wrong_and_asked_again_without_abstaining(
 
     monkeypatch.setattr(engine, "answer", answer)
     outcomes = list(ask_all(engine, read_questions(data), AskOptions()))
-    assert [text for text, abstain in asked if not abstain] == [ROWS[0]["question"]]
+    assert [text for text, abstain in asked if not abstain] == [ROWS[0]["question"], ROWS[2]["question"]]
     figures = summary(outcomes)
     answerable = figures["answerable"]
     assert answerable["n"] == answerable["n_retrieval"] == 2
@@ -274,6 +275,14 @@ def test_refusals_are_wrong_and_asked_again_without_abstaining(
     assert figures["ms"]["p90"] == 9
     assert figures["ms"]["phases"] == dict.fromkeys(PHASES, 1.0)
     assert figures["nfe"] == {"median": 3, "p90": 3}
+    # The buoy has support 0.1 and an answer, Hamlet 0.2 and none; the others 0.9 and one.
+    by = {row["min_support"]: row for row in by_min_support(outcomes)}
+    refused = {
+        least: tuple(by[least][kind]["value"] for kind in ("answerable", "unrelated", "near_miss"))
+        for least in (0.0, 0.1, 0.2, 0.9, 0.95)
+    }
+    assert refused == {0.0: (0, 1, 0), 0.1: (0, 1, 0), 0.2: (0.5, 1, 0), 0.9: (0.5, 1, 0), 0.95: (1, 1, 1)}
+    assert [by[least]["accuracy"]["value"] for least in (0.0, 0.2, 0.95)] == [1.0, 0.5, 0.0]
 
 
 def test_retrieval_for_the_figures_comes_after_the_answer(
@@ -340,13 +349,14 @@ def command(engine: RagEngine, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_json_is_one_object_of_the_stable_form(
-    command: Any, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_json_is_one_object_of_the_stable_form_and_kept_outcomes_give_it_again(
+    command: Any, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     details = tmp_path / "details.jsonl"
     assert command("--data", str(data), "--store", "kb", "--json", "--details", str(details)) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert list(figures) == ["data", "n", "answerable", "unrelated", "near_miss", "nfe", "ms", "settings"]
+    rest = ("by_min_support", "settings", "machine")
+    assert list(figures) == ["data", "n", "answerable", "unrelated", "near_miss", "nfe", "ms", *rest]
     assert figures["n"] == 4
     measures = {"accuracy", "exact", "f1", "recall_at_1", "recall_at_4", "mrr", "false_refusals"}
     measures |= {"bm25_recall_at_1", "bm25_recall_at_4", "accuracy_without_abstaining"}
@@ -358,6 +368,9 @@ def test_json_is_one_object_of_the_stable_form(
     assert figures["settings"]["k"] == 4
     lines = [json.loads(line) for line in details.read_text().splitlines()]
     assert [line["id"] for line in lines] == ["q1", "q2", "u1", "n1"]
+    monkeypatch.setattr(RagEngine, "answer", None)  # nothing is asked again
+    assert command("--data", str(data), "--store", "kb", "--json", "--details", str(details)) == 0
+    assert json.loads(capsys.readouterr().out) == figures
 
 
 def test_the_table_names_every_measure(command: Any, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,6 +384,19 @@ def test_the_table_names_every_measure(command: Any, data: Path, capsys: pytest.
         "decode ms",
     ):
         assert label in out
+
+
+def test_refusals_are_drawn_where_both_kinds_are_asked(
+    command: Any, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "refusals.png"
+    argv = ("--store", "kb", "--min-support", "0.3", "--json", "--plot", str(picture), "--data")
+    assert command(*argv, str(data)) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(capsys.readouterr().out)["settings"]["min_support"] == 0.3
+    with pytest.raises(ValueError, match="only one of the two"):
+        command(*argv, str(write(tmp_path / "q.jsonl", *ROWS[:2])))
 
 
 def test_no_store_is_needed_for_questions_with_contexts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 
 import pytest
@@ -146,6 +147,24 @@ def test_equal_scores_keep_document_order(tiny_model: LoadedModel, monkeypatch: 
     )
     engine.prefill([InputDocument(f"d{i}", f"Same words {'x' * i} here.", f"d{i}") for i in range(6)])
     assert [one.ref.doc_id for one in engine.retrieve("words xxx?", k=4, candidates=6)] == ["d0", "d1", "d2", "d3"]
+
+
+def test_a_rank_weight_takes_its_logarithm_off_each_score(tiny_model: LoadedModel) -> None:
+    engine = RagEngine.open(MemoryStore(), tiny_model, chunk_len=16)
+    engine.prefill([InputDocument(f"d{i}", f"Walrus number {i}", f"d{i}") for i in range(6)])
+    ranks = {
+        hit.ref: rank for rank, hit in enumerate(BM25Index(engine.store, engine.fingerprint).search("walrus 3", 6), 1)
+    }
+    options = {"k": 6, "candidates": 6, "score_window": 9e9}
+    plain = {chunk.ref: chunk.score for chunk in engine.retrieve("walrus 3", **options)}
+    found = engine.retrieve("walrus 3", rank_weight=0.7, **options)
+    assert {chunk.ref: chunk.score for chunk in found} == {
+        ref: pytest.approx(plain[ref] - 0.7 * math.log(rank)) for ref, rank in ranks.items()
+    }
+    assert [chunk.score for chunk in found] == sorted((chunk.score for chunk in found), reverse=True)
+    for bad in (-0.1, math.inf, math.nan):
+        with pytest.raises(ValueError, match="rank_weight is"):
+            engine.retrieve("walrus 3", rank_weight=bad)
 
 
 def test_chunks_far_below_the_best_are_not_read(tiny_model: LoadedModel) -> None:

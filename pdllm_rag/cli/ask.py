@@ -21,7 +21,7 @@ from pdllm_rag.cli.console import (
     write_json,
 )
 from pdllm_rag.cli.opening import add_model, add_store, open_engine
-from pdllm_rag.cli.options import LOADS, add_asking, asking_options
+from pdllm_rag.cli.options import LOADS, add_asking, add_min_support, asking_options
 from pdllm_rag.cli.values import KeyValues, positive_int, seed, share, temperature
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="TEXT",
         help="end the answer before this text; may be given several times",
     )
-    parser.add_argument("--no-abstain", action="store_true", help="show answers that the documents do not support")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--no-abstain", action="store_true", help="show answers that the documents do not support")
+    add_min_support(shown)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--trace", metavar="FILE", help="write one JSON object a denoising step to this file")
     add_asking(parser)
@@ -97,6 +99,7 @@ def options_of(args: argparse.Namespace) -> AskOptions:
         stop=tuple(args.stop),
         filter=args.filter,
         abstain=not args.no_abstain,
+        min_support=args.min_support,
     )
 
 
@@ -167,7 +170,8 @@ def _show_citation(number: int, citation: Citation, console: Console, *, scored:
 def _cost(stats: AnswerStats) -> str:
     phases = ", ".join(f"{name} {ms:.0f}" for name, ms in stats.ms.items() if name != "total")
     chunks = f"{stats.chunks.hit} hit, {stats.chunks.recomputed} recomputed"
-    return f"{stats.ms['total']:.0f} ms ({phases}), nfe {stats.nfe}, chunks {chunks}"
+    support = "" if stats.support is None else f", support {stats.support:.2f}"
+    return f"{stats.ms['total']:.0f} ms ({phases}), nfe {stats.nfe}, chunks {chunks}{support}"
 
 
 def _not_empty(text: str) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdllm_rag.cli import bench_attention, bench_decode, bench_prefill
 from pdllm_rag.cli.bench_report import model_subject, quartiles, report, waiting
+from pdllm_rag.cli.bench_values import list_of
 from pdllm_rag.cli.console import byte_size, table
 from pdllm_rag.cli.opening import add_model, add_store, open_engine
 from pdllm_rag.cli.prefill import KV_DTYPES
@@ -47,13 +48,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="FILE",
         help=f"as for `pdllm eval qa`; its first {N_QUESTIONS} answerable ones are asked (default: none)",
     )
-    query.add_argument("--repeat", type=positive_int, default=5, metavar="N", help="repetitions (default: 5)")
+    for name, value, what in (
+        ("repeat", 5, "repetitions"),
+        ("candidates", 8, "chunks scored"),
+        ("steps", 6, "denoising steps of a decode"),
+        ("long-chunks", 16, "chunks of the long context"),
+    ):
+        query.add_argument(
+            f"--{name}", type=positive_int, default=value, metavar="N", help=f"{what} (default: {value})"
+        )
     query.add_argument("--json", action="store_true", help="print one JSON object")
     query.set_defaults(run=run_query)
     bench_prefill.add_parser(benches)
     bench_attention.add_parser(benches)
     bench_decode.add_parser(benches)
     _add_store_bench(benches)
+    _add_corpus_bench(benches)
 
 
 def _add_store_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -85,17 +95,39 @@ def _add_store_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser
     parser.set_defaults(run=run_store)
 
 
+def _add_corpus_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser(
+        "corpus",
+        help="questions as the store grows",
+        description="What opening, the first search and an answer take in stores of several sizes. Chunks have made-up "
+        "texts and no KV but that of the candidates; everything that is written is removed again.",
+    )
+    add_model(parser)
+    parser.add_argument("--dir", metavar="DIR", help="where the store is made (default: the system's temporary files)")
+    sizes = "1000,10000,100000"
+    parser.add_argument(
+        "--sizes", type=list_of(positive_int), default=sizes, metavar="N,N", help=f"chunks (default: {sizes})"
+    )
+    for name, value, what in (("questions", 10, "questions asked"), ("repeat", 3, "times that each is asked")):
+        parser.add_argument(
+            f"--{name}", type=positive_int, default=value, metavar="N", help=f"{what} (default: {value})"
+        )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_corpus)
+
+
 def run_query(args: argparse.Namespace) -> int:
     """Measure the query side and report."""
-    from pdllm_rag.bench.query import bench_query
+    from pdllm_rag.bench.query import QueryShapes, bench_query
     from pdllm_rag.evaluation import read_questions
 
     rows = read_questions(args.questions) if args.questions else []
     questions = [row.text for row in rows if row.kind == "answerable" and row.context is None][:N_QUESTIONS]
     if rows and not questions:
         raise ValueError(f"{args.questions} holds no answerable question that is asked over a store")
+    shapes = QueryShapes(candidates=args.candidates, steps=args.steps, long_chunks=args.long_chunks)
     with open_engine(args) as engine, waiting(args):
-        figures = bench_query(engine, questions, repeat=args.repeat)
+        figures = bench_query(engine, questions, repeat=args.repeat, shapes=shapes)
     tables = [_query_table(figures)]
     if figures["asks"]:
         tables.append(_asks_table(figures["asks"]))
@@ -122,6 +154,18 @@ def run_store(args: argparse.Namespace) -> int:
         figures = bench_store(shapes, folder=args.dir, repeat=args.repeat)
     sections = [figures["write"], figures["warm"], figures["cold"], *figures["codec"].values()]
     report(args, figures, [*map(_section_table, sections), _growth_table(figures["tables"])], _subject(figures))
+    return 0
+
+
+def run_corpus(args: argparse.Namespace) -> int:
+    """Measure growing stores and report."""
+    from pdllm_rag.bench.corpus import bench_corpus
+    from pdllm_rag.models import load_model
+
+    model = load_model(args.model, device=args.device)
+    with waiting(args):
+        figures = bench_corpus(model, args.sizes, questions=args.questions, repeat=args.repeat, folder=args.dir)
+    report(args, figures, [_corpus_table(figures)], model_subject(figures))
     return 0
 
 
@@ -156,6 +200,16 @@ def _growth_table(growth: dict[str, Any]) -> Table:
     return rows
 
 
+def _corpus_table(figures: dict[str, Any]) -> Table:
+    phases = [*figures["sizes"][0]["ms"]]
+    headers = ("ms in a store of", "making the index", "opening, first search", *(p.replace("_", " ") for p in phases))
+    rows = table(*headers, right=headers[1:])
+    for size in figures["sizes"]:
+        cells = [size["build_ms"], size["open_ms"]["median"], *(size["ms"][phase]["median"] for phase in phases)]
+        rows.add_row(f"{size['chunks']:,} chunks", *(f"{cell:,.0f}" for cell in cells))
+    return rows
+
+
 def _query_table(figures: dict[str, Any]) -> Table:
     shapes = figures["shapes"]
     headers = ("comparison", "ms", "quartiles", "ratio", "quartiles")
@@ -164,7 +218,7 @@ def _query_table(figures: dict[str, Any]) -> Table:
         ("decode", "the same chunks", " per step"),
         ("long_context", "few chunks, long context", " per step"),
         ("question", "whole question", ""),
-        ("scoring", f"scoring {shapes['candidates']} chunks, {shapes['steps']} steps", ""),
+        ("scoring", f"selecting among {shapes['candidates']} chunks, {shapes['steps']} steps", ""),
     ):
         part = figures[key]
         for place in ("dividend", "divisor"):

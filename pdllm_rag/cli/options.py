@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from pdllm_rag.cli.values import TypedKeyValues, not_negative, positive_int, probability
+from pdllm_rag.cli.values import TypedKeyValues, not_negative, positive_int, probability, weight
 
 if TYPE_CHECKING:
     from pdllm_rag.config import AskOptions
@@ -25,6 +25,13 @@ def add_asking(parser: argparse.ArgumentParser) -> None:
     tuning.add_argument("--candidates", type=positive_int, default=8, metavar="N", help="chunks scored (default: 8)")
     tuning.add_argument(
         "--first-stage", choices=FIRST_STAGES, default="bm25", help="what proposes the chunks scored (default: bm25)"
+    )
+    tuning.add_argument(
+        "--rank-weight",
+        type=weight,
+        default=0.0,
+        metavar="W",
+        help="take W * ln(rank in the first stage) off each score (default: 0)",
     )
     tuning.add_argument(
         "--score-window",
@@ -58,6 +65,17 @@ def add_asking(parser: argparse.ArgumentParser) -> None:
     tuning.add_argument("--steps", type=positive_int, metavar="N", help="most denoising steps a block (default: any)")
 
 
+def add_min_support(parser: argparse._ActionsContainer) -> None:
+    """Add what decides whether an answer is shown."""
+    parser.add_argument(
+        "--min-support",
+        type=probability,
+        metavar="P",
+        help="withhold an answer whose support, a probability, is below this: 0 withholds none (default: 0.5, where "
+        "the model family is calibrated)",
+    )
+
+
 def asking_options(args: argparse.Namespace, **others: object) -> AskOptions:
     """The engine's options that `add_asking`'s arguments ask for, and others."""
     from pdllm_rag.config import AskOptions
@@ -67,6 +85,7 @@ def asking_options(args: argparse.Namespace, **others: object) -> AskOptions:
             "k": args.k,
             "candidates": args.candidates,
             "first_stage": args.first_stage,
+            "rank_weight": args.rank_weight,
             "score_window": args.score_window,
             "decoder": args.decoder,
             "decoder_options": args.decoder_option,

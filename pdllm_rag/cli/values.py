@@ -67,12 +67,15 @@ def not_negative(text: str) -> float:
     return value
 
 
-def temperature(text: str) -> float:
+def weight(text: str) -> float:
     """A finite number of 0 or more."""
     value = _number(text)
     if not 0 <= value < math.inf:
         raise ArgumentTypeError(f"got {text!r}, expected a number of 0 or more")
     return value
+
+
+temperature = weight
 
 
 def size(text: str) -> int:

@@ -116,4 +116,4 @@ def rank_variants(
 
 def ablation_summary(rankings: Sequence[Mapping[str, Ranking]], questions: Sequence[Question]) -> dict[str, Any]:
     """Figures by variant, as `retrieval.summary`, with differences from what is shipped."""
-    return summary(rankings, questions, reference=REFERENCE)
+    return summary(rankings, questions, references=[REFERENCE])

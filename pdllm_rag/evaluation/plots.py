@@ -18,6 +18,8 @@ TASK_TITLES = {
     "key_value": "key-value",
     "multi": "one needle of several",
 }
+REFUSAL_STYLES = {"unrelated": ("unrelated", "#0b6e4f", "o"), "near_miss": ("near miss", "#c0392b", "s")}
+NAMED_SUPPORTS = (0.1, 0.5, 0.9, 0.99)
 ANCHOR_STYLES = {
     "each": ("a BOS in each chunk", "#0b6e4f", "o"),
     "none": ("no BOS", "#c0392b", "s"),
@@ -107,6 +109,32 @@ def plot_reuse(figures: Mapping[str, Any], path: str | Path) -> None:
         title = f"{Path(name).name}, n = {part['n']}\n{base['name']}: F1 {100 * base['f1']['value']:.1f}"
         axis.set_title(title, fontsize=FONT_SIZE)
         axis.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=130)
+
+
+def plot_refusals(figures: Mapping[str, Any], path: str | Path) -> None:
+    """Unanswerable questions refused against answerable ones refused, along `min_support`, with 95 % intervals."""
+    figure, axes = _canvas(1, 1, (7.5, 6.0), figures)
+    axis = axes[0][0]
+    rows = figures["by_min_support"]
+    falsely = [row["answerable"]["value"] for row in rows]
+    for kind, (label, colour, marker) in REFUSAL_STYLES.items():
+        if not figures[kind]["n"]:
+            continue
+        values, lows, highs = ([row[kind][key] for row in rows] for key in ("value", "low", "high"))
+        axis.fill_between(falsely, lows, highs, color=colour, alpha=0.15)
+        axis.plot(falsely, values, color=colour, marker=marker, label=f"{label} (n = {figures[kind]['n']})")
+        for row, *place in zip(rows, falsely, values, strict=True):
+            if row["min_support"] in NAMED_SUPPORTS:
+                axis.annotate(f"{row['min_support']:g}", place, (4, -14), textcoords="offset points", color=colour)
+    axis.plot((0, 1), (0, 1), color="#999999", linestyle=":", label="chance")
+    axis.set_xlabel(f"answerable questions refused (n = {figures['answerable']['n']})", fontsize=FONT_SIZE)
+    axis.set_ylabel("unanswerable questions refused", fontsize=FONT_SIZE)
+    axis.set_xlim(-0.02, 1)
+    axis.set_ylim(0, 1.02)
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower right", fontsize=FONT_SIZE - 1)
+    axis.set_title(f"{Path(figures['data']).name}, by min_support (numbers at the points)", fontsize=FONT_SIZE)
     figure.savefig(path, dpi=130)
 
 

@@ -4,7 +4,8 @@
 - kind is "answerable", "unrelated" (no document touches it) or "near_miss" (the topic is there, the fact is
   not); the last two should be refused. A row that has answers and no kind is answerable;
 - a row with a "context" (a text or several) is asked over that, without the store and without retrieval figures;
-- a refusal of an answerable question counts as a wrong answer.
+- a refusal of an answerable question counts as a wrong answer;
+- a withheld answer is asked for again with abstaining off, so that refusals can be told for any `min_support`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pdllm_rag.answer import AnswerStats
+from pdllm_rag.answer import AnswerStats, ChunkCounts
 from pdllm_rag.clock import PHASES
 from pdllm_rag.config import AskOptions
 from pdllm_rag.engine import RagEngine
@@ -29,6 +30,7 @@ from pdllm_rag.first_stage import BM25Index
 logger = logging.getLogger(__name__)
 
 KINDS = ("answerable", "unrelated", "near_miss")
+MIN_SUPPORTS = (0.0, 0.01, 0.02, 0.05, *(tenth / 10 for tenth in range(1, 10)), 0.95, 0.98, 0.99, 0.995, 0.999)
 DEPTH = 4  # retrieved chunks that recall and reciprocal rank look at
 
 
@@ -59,6 +61,7 @@ class Outcome:
         refused: it was withheld, or says that the documents do not hold it.
         grade: of the prediction; a refusal's is the lowest.
         answered: the same with abstaining off.
+        says_something: whether there is an answer with abstaining off.
         retrieved: documents of the retrieved chunks, best first; None where nothing is to be retrieved.
         bm25: the same of the first stage alone.
         stats: of the answer; retrieval for `retrieved` and a second answer are not in it.
@@ -69,9 +72,15 @@ class Outcome:
     refused: bool
     grade: Grade
     answered: Grade
+    says_something: bool
     retrieved: tuple[str, ...] | None
     bm25: tuple[str, ...] | None
     stats: AnswerStats
+
+    def refused_at(self, min_support: float) -> bool:
+        """Whether this `AskOptions.min_support` would have refused it."""
+        support = self.stats.support
+        return not self.says_something or (support is not None and support < min_support)
 
     def as_dict(self) -> dict[str, Any]:
         """One line of the details file."""
@@ -84,15 +93,29 @@ class Outcome:
             "doc_ids": list(question.doc_ids),
             "prediction": self.prediction,
             "refused": self.refused,
-            "support": self.stats.support,
-            **self.grade._asdict(),
-            "correct": self.grade.correct,
-            "correct_without_abstaining": self.answered.correct,
+            "grade": self.grade._asdict(),
+            "answered": self.answered._asdict(),
+            "says_something": self.says_something,
             "retrieved": None if self.retrieved is None else list(self.retrieved),
             "bm25": None if self.bm25 is None else list(self.bm25),
-            "nfe": self.stats.nfe,
-            "ms": dict(self.stats.ms),
+            "stats": self.stats.as_dict(),
         }
+
+    @classmethod
+    def of_row(cls, question: Question, row: Mapping[str, Any]) -> Outcome:
+        """The outcome of a line of the details file."""
+        retrieved, bm25 = (None if row[key] is None else tuple(row[key]) for key in ("retrieved", "bm25"))
+        return cls(
+            question,
+            row["prediction"],
+            row["refused"],
+            Grade(**row["grade"]),
+            Grade(**row["answered"]),
+            row["says_something"],
+            retrieved,
+            bm25,
+            AnswerStats(**{**row["stats"], "chunks": ChunkCounts(**row["stats"]["chunks"])}),
+        )
 
 
 def read_questions(path: str | PathLike[str], *, limit: int | None = None) -> list[Question]:
@@ -151,7 +174,7 @@ def ask_all(engine: RagEngine, questions: Sequence[Question], options: AskOption
     """Ask every question, one after another.
 
     Chunks are retrieved for the figures after the answer, so that nothing is warm for it that would not be; a
-    refused answerable question is asked again with abstaining off.
+    question whose answer was withheld is asked again with abstaining off.
 
     Raises:
         ValueError: the questions name documents and the store holds none of them.
@@ -167,15 +190,17 @@ def _ask(engine: RagEngine, index: BM25Index, question: Question, options: AskOp
     answer = engine.answer(question.text, context=question.context, options=options)
     refused = not answer.stats.supported
     graded = answered = grade("" if refused else answer.text, question.answers)
-    if refused and question.answers and answer.stats.support is not None:
+    says_something = not refused
+    if refused and answer.stats.support is not None:
         second = engine.answer(question.text, context=question.context, options=options, abstain=False)
-        answered = grade(second.text if second.stats.supported else "", question.answers)
+        says_something = second.stats.supported
+        answered = grade(second.text if says_something else "", question.answers)
     retrieved = bm25 = None
     if question.doc_ids and question.context is None:
         found = engine.retrieve(question.text, k=max(DEPTH, options.k), candidates=options.candidates)
         retrieved = tuple(chunk.ref.doc_id for chunk in found)
         bm25 = tuple(candidate.ref.doc_id for candidate in index.search(question.text, DEPTH))
-    return Outcome(question, answer.text, refused, graded, answered, retrieved, bm25, answer.stats)
+    return Outcome(question, answer.text, refused, graded, answered, says_something, retrieved, bm25, answer.stats)
 
 
 def _check_documents(engine: RagEngine, questions: Sequence[Question]) -> None:
@@ -218,6 +243,26 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             "phases": {phase: statistics.median(phases[phase] for phases in ms) for phase in PHASES},
         },
     }
+
+
+def by_min_support(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """What each of `MIN_SUPPORTS` would have refused of each kind, and the accuracy that it would have left.
+
+    Without calibrated support only what the model itself says decides, and the rows are alike.
+    """
+    return [
+        {
+            "min_support": least,
+            "accuracy": _form(
+                proportion([o.answered.correct and not o.refused_at(least) for o in outcomes if o.question.answers])
+            ),
+            **{
+                kind: _form(proportion([o.refused_at(least) for o in outcomes if o.question.kind == kind]))
+                for kind in KINDS
+            },
+        }
+        for least in MIN_SUPPORTS
+    ]
 
 
 def _answerable(outcomes: Sequence[Outcome]) -> dict[str, Any]:

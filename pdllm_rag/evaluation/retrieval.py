@@ -18,17 +18,21 @@ import statistics
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pdllm_store import ChunkRef
 
 from pdllm_rag.engine import RagEngine
 from pdllm_rag.evaluation.metrics import first_rank, mean, percentile, proportion
 from pdllm_rag.evaluation.qa import Question
 from pdllm_rag.first_stage import FirstStage
 from pdllm_rag.prefill import InputDocument
+from pdllm_rag.retrieval import with_ranks
 
-DEPTH = 32  # chunks of a ranking that are looked at
+DEPTH = 32  # chunks of a ranking that are looked at, at least
 RECALLS = (1, 4, 8, 32)
 NDCG_DEPTH = 10
 MEASURES = (*(f"recall_at_{k}" for k in RECALLS), "mrr", f"ndcg_at_{NDCG_DEPTH}")
@@ -50,6 +54,19 @@ class Ranking:
             "mrr": 0.0 if rank is None else 1 / rank,
             f"ndcg_at_{NDCG_DEPTH}": ndcg(self.doc_ids, relevant, NDCG_DEPTH),
         }
+
+
+class Cascade(NamedTuple):
+    """A stage whose best candidates are scored; `rank_weight` as `AskOptions` has it."""
+
+    stage: str
+    candidates: int
+    rank_weight: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """How the figures call it."""
+        return f"scored {self.stage}, {self.candidates}" + (f", rank {self.rank_weight:g}" if self.rank_weight else "")
 
 
 def ndcg(retrieved: Sequence[str], relevant: Collection[str], depth: int) -> float:
@@ -113,46 +130,52 @@ def rank_all(
     engine: RagEngine,
     questions: Sequence[Question],
     stages: Mapping[str, FirstStage],
-    *,
-    cascades: Sequence[str],
-    candidates: int,
+    cascades: Collection[Cascade],
 ) -> Iterator[dict[str, Ranking]]:
-    """For every question a ranking by each stage, and by scoring the candidates of those in `cascades`.
-
-    Args:
-        candidates: chunks that a cascade scores.
+    """For every question a ranking by each stage and by each cascade; those that differ in `rank_weight` score once.
 
     Raises:
         PdllmError: as `RagEngine.retrieve`.
     """
     for stage in stages.values():
         stage.search(questions[0].text, DEPTH)
-    for name in cascades:
-        _scored(engine, questions[0].text, stages[name], candidates)
+    depth = max(DEPTH, *(cascade.candidates for cascade in cascades), 0)
+    by_candidates = {key: list(some) for key, some in groupby(sorted(cascades), key=lambda one: one[:2])}
+    for name, n in by_candidates:
+        _scores(engine, questions[0].text, stages[name], n)
     for question in questions:
         found: dict[str, Ranking] = {}
+        refs: dict[str, list[ChunkRef]] = {}
         for name, stage in stages.items():
             started = time.perf_counter()
-            hits = stage.search(question.text, DEPTH)
-            found[name] = Ranking(tuple(hit.ref.doc_id for hit in hits), _ms_since(started))
-            if name in cascades:
-                started = time.perf_counter()
-                scored = _scored(engine, question.text, stage, candidates)
-                ms = _ms_since(started)
-                rest = [hit.ref.doc_id for hit in hits[candidates:]]
-                found[cascade_name(name)] = Ranking((*scored, *rest), ms)
+            refs[name] = [hit.ref for hit in stage.search(question.text, depth)]
+            found[name] = Ranking(tuple(ref.doc_id for ref in refs[name]), _ms_since(started))
+        for (name, n), some in by_candidates.items():
+            started = time.perf_counter()
+            scores = _scores(engine, question.text, stages[name], n)
+            ms = _ms_since(started)
+            for cascade in some:
+                total = with_ranks([scores[ref] for ref in refs[name][:n]], cascade.rank_weight)
+                order = sorted(zip(total, refs[name], strict=False), key=lambda pair: (-pair[0], pair[1]))
+                doc_ids = [ref.doc_id for _, ref in order] + [ref.doc_id for ref in refs[name][n:]]
+                found[cascade.name] = Ranking(tuple(doc_ids), ms)
         yield found
 
 
-def cascade_name(stage: str) -> str:
-    """How the figures call the cascade over a stage."""
-    return f"scored {stage}"
+def as_row(rankings: Mapping[str, Ranking]) -> dict[str, Any]:
+    """A question's rankings in JSON form."""
+    return {"rankings": {name: [one.doc_ids, one.ms] for name, one in rankings.items()}}
+
+
+def of_row(row: Mapping[str, Any]) -> dict[str, Ranking]:
+    """The rankings of a row."""
+    return {name: Ranking(tuple(doc_ids), ms) for name, (doc_ids, ms) in row["rankings"].items()}
 
 
 def summary(
-    rankings: Sequence[Mapping[str, Ranking]], questions: Sequence[Question], *, reference: str
+    rankings: Sequence[Mapping[str, Ranking]], questions: Sequence[Question], *, references: Sequence[str]
 ) -> dict[str, Any]:
-    """Figures by ranker: each measure with its interval, its difference from the reference's, and milliseconds.
+    """Figures by ranker: each measure with its interval, its differences from the references', and milliseconds.
 
     Raises:
         ValueError: no rankings.
@@ -166,7 +189,7 @@ def summary(
     return {
         name: {
             **estimates(values),
-            "difference": None if name == reference else differences(values, measured[reference]),
+            "differences": {one: differences(values, measured[one]) for one in references if one != name},
             "ms": location([row[name].ms for row in rankings]),
         }
         for name, values in measured.items()
@@ -198,9 +221,9 @@ def location(values: Sequence[float]) -> dict[str, float]:
     return {"median": float(statistics.median(values)), "p90": percentile(values, 90)}
 
 
-def _scored(engine: RagEngine, text: str, stage: FirstStage, candidates: int) -> list[str]:
+def _scores(engine: RagEngine, text: str, stage: FirstStage, candidates: int) -> dict[ChunkRef, float]:
     found = engine.retrieve(text, k=candidates, candidates=candidates, score_window=ALL_KEPT, first_stage=stage)
-    return [chunk.ref.doc_id for chunk in found]
+    return {chunk.ref: chunk.score for chunk in found}
 
 
 def _ms_since(started: float) -> float:
