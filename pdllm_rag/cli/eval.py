@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdllm_rag.cli import eval_anchors, eval_needle, eval_retrieval, eval_reuse
+from pdllm_rag.cli import eval_anchors, eval_long_context, eval_needle, eval_retrieval, eval_reuse
 from pdllm_rag.cli.console import on_terminal, print_table, progress_bar, results, table, write_json
 from pdllm_rag.cli.eval_report import estimate, settings
 from pdllm_rag.cli.opening import add_model, add_store, is_store_given, open_engine
@@ -66,6 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     eval_anchors.add_parser(measures)
     eval_retrieval.add_parser(measures)
     eval_reuse.add_parser(measures)
+    eval_long_context.add_parser(measures)
 
 
 def run_qa(args: argparse.Namespace) -> int:
