@@ -312,15 +312,18 @@ def test_a_bad_grid_is_refused(changes: dict[str, Any], problem: str) -> None:
 SMALL = ("--lengths", "500,750", "--depths", "0,1", "--trials", "1", "--k", "1", "--candidates", "2")
 
 
-def test_json_is_one_object_of_the_stable_form(pdllm: Pdllm, tiny_model_path: Path, tmp_path: Path) -> None:
+def test_json_is_one_object_of_the_stable_form(
+    pdllm: Pdllm, tiny_model: LoadedModel, tiny_model_path: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     picture, details = tmp_path / "needles.png", tmp_path / "details.jsonl"
     asked = ("--tasks", "key_value", "--modes", "chunked,dense", "--dense-max", "500", "--chunk-len", "250")
     out = ("--plot", picture, "--details", details, "--json")
     figures = one_object(pdllm("eval", "needle", "--model", tiny_model_path, *SMALL, *asked, *out))
-    assert list(figures) == ["grid", "series", "settings", "machine"]
+    assert list(figures) == ["grid", "window", "series", "settings", "machine"]
     assert figures["grid"]["seed"] == 0
     assert figures["settings"]["k"] == 1
+    assert figures["window"] == tiny_model.spec.family.window
     assert figures["machine"]["torch"]
     assert [part["mode"] for part in figures["series"]] == ["chunked", "dense"]
     for part in figures["series"]:
@@ -339,6 +342,8 @@ def test_the_table_has_a_row_for_each_task_and_length(pdllm: Pdllm, tiny_model_p
     assert outcome.status == 0
     for name in ("chunks of 125", "chunks of 125, no BOS", "chunks of 250, no BOS", "number", " on cpu, "):
         assert name in outcome.out
+    compared = outcome.out.partition("all lengths asked")[2]
+    assert [compared.count(f"chunks of {n}") for n in (125, 250)] == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
                 print(json.dumps(trial.as_dict()), file=details, flush=True)
     figures: dict[str, Any] = {
         "grid": vars(grid),
+        "window": spec.family.window,
         "series": summary(trials),
         "settings": settings(model, options),
         "machine": describe(model)._asdict(),
@@ -127,6 +128,9 @@ def run(args: argparse.Namespace) -> int:
     for part in figures["series"]:
         print_table(console, _table(part))
         console.print()
+    if len(figures["series"]) > 1:
+        print_table(console, _comparison(figures["series"]))
+        console.print()
     console.print(f"Misses: {', '.join(STAGES)} (what missed them). {where(figures)}", soft_wrap=True)
     return 0
 
@@ -137,10 +141,23 @@ def _has_bos(word: str) -> bool:
     return BOS[word]
 
 
-def _table(part: dict[str, Any]) -> Table:
+def _name(part: dict[str, Any]) -> str:
     name = "dense prompt" if part["mode"] == "dense" else f"chunks of {part['chunk_len']}"
-    name += "" if part["bos"] else ", no BOS"
-    headers = (name, "tokens", "found", "share", "95 % interval", "worst depth", "chunk read", "missed by", "ms")
+    return name + ("" if part["bos"] else ", no BOS")
+
+
+def _comparison(series: list[dict[str, Any]]) -> Table:
+    """Shares found over all lengths that a way of asking was asked at."""
+    tasks = [row["task"] for row in series[0]["tasks"]]
+    filled = table("all lengths asked", *tasks, right=tuple(tasks))
+    for part in series:
+        shares = {row["task"]: f"{row['accuracy']['value']:.3f} of {row['n']}" for row in part["tasks"]}
+        filled.add_row(_name(part), *(shares.get(task, "-") for task in tasks))
+    return filled
+
+
+def _table(part: dict[str, Any]) -> Table:
+    headers = (_name(part), "tokens", "found", "share", "95 % interval", "worst depth", "chunk read", "missed by", "ms")
     filled = table(*headers, right=("tokens", "found", "share", "worst depth", "chunk read", "ms"))
     for row in part["lengths"]:
         cells = [c for c in part["cells"] if (c["task"], c["length"]) == (row["task"], row["length"])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,34 +33,46 @@ def plot_needles(figures: Mapping[str, Any], path: str | Path) -> None:
     tasks = list(dict.fromkeys(cell["task"] for one in series for cell in one["cells"]))
     lengths = sorted({cell["length"] for one in series for cell in one["cells"]})
     depths = sorted({cell["depth"] for one in series for cell in one["cells"]})
-    size = (1.4 + len(series) * (1.6 + 0.85 * len(lengths)) + 1.2, 0.9 + len(tasks) * (1.3 + 0.5 * len(depths)))
+    size = (1.6 + len(series) * (0.5 + 0.95 * len(lengths)) + 1.2, 1.5 + len(tasks) * (0.4 + 0.5 * len(depths)))
     figure, axes = _canvas(len(tasks), len(series), size, figures)
     image = None
-    for row, task in zip(axes, tasks, strict=True):
-        for axis, one in zip(row, series, strict=True):
+    for task, row in zip(tasks, axes, strict=True):
+        for one, axis in zip(series, row, strict=True):
             cells = {(c["length"], c["depth"]): c for c in one["cells"] if c["task"] == task}
-            shares = [[_share(cells.get((length, depth))) for length in lengths] for depth in depths]
-            axis.set_facecolor(NOT_ASKED)
-            image = axis.imshow(shares, cmap=COLOUR_MAP, vmin=0, vmax=1, aspect="auto")
-            for x, y in product(range(len(lengths)), range(len(depths))):
-                cell = cells.get((lengths[x], depths[y]))
-                text = "not asked" if cell is None else f"{cell['hits']}/{cell['n']}"
-                is_dark = not DARK[0] <= shares[y][x] <= DARK[1] and cell is not None
-                colour, font_size = ("white" if is_dark else "black"), FONT_SIZE - (3 if cell is None else 1)
-                axis.text(x, y, text, ha="center", va="center", color=colour, fontsize=font_size)
+            image = _heatmap(axis, [[cells.get((length, depth)) for length in lengths] for depth in depths])
+            n_trained = sum(length <= figures["window"] for length in lengths)
+            if one["mode"] == "dense" and 0 < n_trained < len(lengths):
+                axis.axvline(n_trained - 0.5, color="black", linewidth=2, linestyle=(0, (3, 2)))
             axis.set_xticks(range(len(lengths)), [_tokens(length) for length in lengths])
-            axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-            axis.set_xticks([x + 0.5 for x in range(len(lengths) - 1)], minor=True)
-            axis.set_yticks([y + 0.5 for y in range(len(depths) - 1)], minor=True)
-            axis.grid(which="minor", color="white", linewidth=1.5)
-            axis.tick_params(which="minor", length=0)
-            axis.tick_params(labelsize=FONT_SIZE - 1)
-            axis.set_xlabel("haystack (tokens)", fontsize=FONT_SIZE - 1)
-            axis.set_ylabel("depth of the needle", fontsize=FONT_SIZE - 1)
-            axis.set_title(f"{TASK_TITLES[task]}, {_name(one)}", fontsize=FONT_SIZE)
-    bar = figure.colorbar(image, ax=axes, fraction=0.04)
+            axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths] if one is series[0] else [])
+            if task == tasks[0]:
+                axis.set_title(_name(one, figures["window"]), fontsize=FONT_SIZE)
+            if task == tasks[-1]:
+                axis.set_xlabel("haystack (tokens)", fontsize=FONT_SIZE - 1)
+        row[0].set_ylabel(f"{TASK_TITLES[task]}\ndepth of the needle", fontsize=FONT_SIZE - 1)
+    bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02)
     bar.set_label("share of needles found", fontsize=FONT_SIZE - 1)
+    bar.outline.set_visible(False)
     figure.savefig(path, dpi=130)
+
+
+def _heatmap(axis: Any, cells: Sequence[Sequence[Mapping[str, Any] | None]]) -> Any:
+    """Cells [depths][lengths], with their counts written on them; None was not asked."""
+    shares = [[float("nan") if cell is None else cell["hits"] / cell["n"] for cell in row] for row in cells]
+    axis.set_facecolor(NOT_ASKED)
+    image = axis.imshow(shares, cmap=COLOUR_MAP, vmin=0, vmax=1, aspect="auto")
+    for y, x in product(range(len(cells)), range(len(cells[0]))):
+        cell = cells[y][x]
+        is_dark = cell is not None and not DARK[0] <= shares[y][x] <= DARK[1]
+        text, smaller = ("not asked", 3) if cell is None else (f"{cell['hits']}/{cell['n']}", 1)
+        colour = "white" if is_dark else "black"
+        axis.text(x, y, text, ha="center", va="center", color=colour, fontsize=FONT_SIZE - smaller)
+    axis.set_xticks([x + 0.5 for x in range(len(cells[0]) - 1)], minor=True)
+    axis.set_yticks([y + 0.5 for y in range(len(cells) - 1)], minor=True)
+    axis.grid(which="minor", color="white", linewidth=2)
+    axis.tick_params(which="both", length=0, labelsize=FONT_SIZE - 1)
+    axis.spines[:].set_visible(False)
+    return image
 
 
 def plot_anchors(figures: Mapping[str, Any], path: str | Path) -> None:
@@ -152,13 +164,9 @@ def _canvas(n_rows: int, n_columns: int, size: tuple[float, float], figures: Map
     return figure, figure.subplots(n_rows, n_columns, squeeze=False)
 
 
-def _share(cell: Mapping[str, Any] | None) -> float:
-    return float("nan") if cell is None else cell["hits"] / cell["n"]
-
-
-def _name(series: Mapping[str, Any]) -> str:
+def _name(series: Mapping[str, Any], window: int) -> str:
     if series["mode"] == "dense":
-        return "dense prompt"
+        return f"dense prompt (trained on positions up to {_tokens(window)})"
     return f"chunks of {series['chunk_len']}" + ("" if series["bos"] else ", no BOS")
 
 
