@@ -11,8 +11,8 @@ import torch
 from pdllm_store import ChunkKV, MemoryStore
 
 from pdllm_rag import AskOptions, InputDocument, RagEngine
-from pdllm_rag.config import DECODERS
 from pdllm_rag.decoding import CommitRule, DecodeRequest, StaticKVDecoder, VanillaDecoder
+from pdllm_rag.decoding.kinds import KINDS
 from pdllm_rag.encoder import ChunkEncoder
 from pdllm_rag.models import LoadedModel
 from pdllm_rag.placement import MODES, Placement, plan_offsets
@@ -96,7 +96,7 @@ def engine(tiny_model: LoadedModel) -> Iterator[RagEngine]:
 
 
 def test_every_decoder_of_chunk_kv_takes_every_policy_and_says_which(engine: RagEngine) -> None:
-    for decoder in DECODERS:
+    for decoder in (name for name, kind in KINDS.items() if kind.why_not(engine.model) is None):
         for policy in POLICIES:
             if AskOptions(decoder=decoder).make_decoder(engine.model).needs_kv:
                 stats = engine.answer("When does it sail?", decoder=decoder, policy=policy).stats
