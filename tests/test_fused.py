@@ -23,7 +23,8 @@ from pdllm_rag.attends import CaptureAttend, DenseAttend, PackedSplitSAttend, Sp
 from pdllm_rag.attention.triton import Room
 from pdllm_rag.context import Placed, gather
 from pdllm_rag.decoding import CommitRule, DecodeRequest, DecodeStep, Sampling, StaticKVDecoder, graphed
-from pdllm_rag.decoding.graphed import Shape, checked_out
+from pdllm_rag.decoding.graphed import GraphedRows, Proposals, Shape, checked_out
+from pdllm_rag.decoding.predictions import LogitRows
 from pdllm_rag.decoding.sampling import propose
 from pdllm_rag.errors import NumericsError
 from pdllm_rag.models.fused import FusedBackbone, why_not_fused
@@ -138,6 +139,26 @@ def test_proposals_are_those_of_the_pure_function(pair: tuple[LoadedModel, Loade
     torch.testing.assert_close(bits[:4, 0], expected.confidence.float(), rtol=1e-5, atol=1e-7)
     assert torch.isfinite(bits[:4, 1]).all()
     assert not torch.isfinite(bits[4, 1])
+
+
+def test_what_a_pass_found_on_the_device_is_what_its_logits_say(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    """Of a model without kernels, in a pass that is not captured."""
+    plain = pair[0].backbone
+    raw = torch.randn(4, 40, generator=torch.Generator().manual_seed(1)) * 5
+    rows = GraphedRows(Proposals(plain, raw.clone()), torch.tensor([3, 1]))
+    logits = LogitRows(plain.allowed(raw.clone())[[3, 1]])
+    for sampling, order in ((Sampling(), "low_confidence"), (Sampling(), "margin"), (Sampling(1.0), "random")):
+        ours, theirs = (
+            one.propose(sampling, torch.Generator().manual_seed(2), order)  # type: ignore[arg-type]
+            for one in (rows, logits)
+        )
+        assert ours.tokens.tolist() == theirs.tokens.tolist()
+        for a, b in ((ours.confidence, theirs.confidence), (ours.rank, theirs.rank)):
+            torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-7)
+    assert rows.mean_log_p((5, 6)) == logits.mean_log_p((5, 6))
+    raw[1, 7] = torch.nan
+    with pytest.raises(NumericsError, match="finite"):
+        GraphedRows(Proposals(plain, raw), torch.arange(4)).propose(Sampling(), torch.Generator(), "low_confidence")
 
 
 @pytest.mark.usefixtures("small_shapes")

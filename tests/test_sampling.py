@@ -48,7 +48,7 @@ def test_rows_that_float32_finds_equally_sure_are_told_apart() -> None:
     proposal = propose(logits)
     assert proposal.confidence.float().unique().numel() < 3
     assert torch.argsort(proposal.rank, descending=True).tolist() == [1, 2, 0]
-    assert CommitRule(threshold=1.0).chosen(proposal, 0).tolist() == [False, True, False]
+    assert CommitRule(threshold=1.0).chosen(proposal.confidence, 0).tolist() == [False, True, False]
 
 
 def test_confidence_is_that_of_the_plain_softmax_whatever_is_drawn() -> None:
@@ -91,20 +91,21 @@ def test_a_factor_walks_down_the_ranks_until_one_is_not_sure_enough(values: list
             if (n + 1) * (1 - values[row]) >= factor:
                 break
             expected.add(row)
-    chosen = within_factor(torch.tensor(values, dtype=torch.float64), factor)
+    confidence = torch.tensor(values, dtype=torch.float64)
+    chosen = within_factor(confidence, factor, confidence)
     assert set(chosen.nonzero()[:, 0].tolist()) == expected
 
 
 def test_a_factor_takes_no_row_on_the_boundary() -> None:
     """(2 + 1)(1 - c) = factor: the paper's strict inequality."""
     confidence = torch.tensor([0.9, 0.75], dtype=torch.float64)
-    assert within_factor(confidence, 0.75).tolist() == [True, False]
-    assert within_factor(confidence, 0.7501).tolist() == [True, True]
+    assert within_factor(confidence, 0.75, confidence).tolist() == [True, False]
+    assert within_factor(confidence, 0.7501, confidence).tolist() == [True, True]
 
 
 @given(confidences, st.sampled_from([0.0, 0.5, 0.9, 1.0]))
 def test_a_threshold_takes_what_is_above_it_and_one_always(values: list[float], threshold: float) -> None:
-    chosen = above_threshold(torch.tensor(values), threshold)
+    chosen = above_threshold(torch.tensor(values), threshold, torch.tensor(values))
     first = values.index(max(values))
     assert chosen.tolist() == [value > threshold or row == first for row, value in enumerate(torch.tensor(values))]
     rank = -torch.arange(len(values))
@@ -117,7 +118,7 @@ def test_a_number_of_steps_is_equal_shares_with_the_remainder_first(rows: int, s
     left = rows
     while left:
         proposal = propose(random_logits(left))
-        chosen = rule.chosen(proposal, len(taken))
+        chosen = rule.chosen(proposal.confidence, len(taken), proposal.rank)
         assert torch.equal(chosen, most_confident(proposal.confidence, quota(left, steps - len(taken))))
         taken.append(int(chosen.sum()))
         left -= taken[-1]

@@ -28,6 +28,7 @@ from pdllm_rag.bench.device_clock import once_ms
 from pdllm_rag.bench.machine import take_turns
 from pdllm_rag.bench.shapes import layer_parameters, weight_bytes
 from pdllm_rag.decoding import CommitRule, DecodeRequest, StaticKVDecoder
+from pdllm_rag.models.backbone import Backbone
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.placement import plan_offsets
 
@@ -174,14 +175,10 @@ class VanillaStep:
         return likeliest(self._backbone, hidden[self._predicting])
 
 
-def likeliest(backbone: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 tokens [M] and their probabilities of hidden rows [M, hidden], by the model's fastest way."""
-    if hasattr(backbone, "proposals"):
-        found = backbone.proposals(backbone.raw_logits(hidden))
-        return found[:, 0].long(), found[:, 1].contiguous().view(torch.float32)
-    logits = backbone.logits(hidden)
-    best, tokens = logits.max(dim=-1)
-    return tokens, torch.exp(best - logits.logsumexp(dim=-1))
+def likeliest(backbone: Backbone, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 tokens [M] and their probabilities of hidden rows [M, hidden], on the device."""
+    found = backbone.proposals(backbone.raw_logits(hidden))
+    return found[:, 0].long(), found[:, 1].contiguous().view(torch.float32)
 
 
 def step_rounds(step: Callable[[], object], device: torch.device, repeat: int) -> tuple[int, list[float]]:

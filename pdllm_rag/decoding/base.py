@@ -186,9 +186,8 @@ class Canvas:
         self._end: int | None = None  # first end-of-answer token
         self._set(np.array(prompt_ids, dtype=np.int64), np.zeros(0, dtype=np.bool_))
         self.block = range(block_len - self.prompt_len % align)
-        self._add_rows(len(self.block))
-        if whole:
-            self._add_rows(round_up(max(0, max_new_tokens - len(self.block)), block_len))
+        self._n_ahead = round_up(max(0, max_new_tokens - len(self.block)), block_len) if whole else 0  # rows after it
+        self._add_rows(len(self.block) + self._n_ahead)
 
     @staticmethod
     def room(prompt_len: int, max_new_tokens: int, family: Family) -> int:
@@ -236,19 +235,22 @@ class Canvas:
     def advance(self) -> FinishReason | None:
         """Why the answer is complete, or None; opens the next block when this one is full."""
         open_rows = self._open()
-        n_ready = int(open_rows[0]) if len(open_rows) else self.block.stop
+        n_rows = len(self._masked) - self._n_ahead
+        n_ready = int(open_rows[0]) if len(open_rows) else n_rows
         if self._end is not None and self._end < n_ready:
             return "stop" if self._end < self._max_new_tokens else "length"
         if n_ready >= self._max_new_tokens:
             return "length"
-        if n_ready == self.block.stop:
+        if n_ready == n_rows:
             self.block = range(n_ready, n_ready + self._block_len)
-            if n_ready == len(self._masked):
+            if self._n_ahead:
+                self._n_ahead -= self._block_len
+            else:
                 self._add_rows(self._block_len)
         return None
 
     def _open(self) -> NDArray[np.int64]:
-        rows: NDArray[np.int64] = np.flatnonzero(self._masked[: self.block.stop])
+        rows: NDArray[np.int64] = np.flatnonzero(self._masked[: len(self._masked) - self._n_ahead])
         if self._lead == 1:
             return rows
         leading = (rows + self.prompt_len) // self._lead * self._lead - self.prompt_len  # below 0: in the prompt

@@ -11,7 +11,7 @@ import torch
 from pdllm_rag.attention import causal_block
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.predictions import Predictions
-from pdllm_rag.decoding.sampling import Order, Proposal, above_threshold, most_confident, quota, within_factor
+from pdllm_rag.decoding.sampling import Order, above_threshold, most_confident, quota, within_factor
 from pdllm_rag.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -46,14 +46,19 @@ class CommitRule:
         if self.factor is not None and not 0 <= self.factor < float("inf"):
             raise ValueError(f"factor is {self.factor}; expected a number of 0 or more")
 
-    def chosen(self, proposal: Proposal, n_steps: int) -> torch.Tensor:
-        """bool [M], which of a block's open rows are committed, after `n_steps` steps in it."""
+    def chosen(self, confidence: torch.Tensor, n_steps: int, rank: torch.Tensor | None = None) -> torch.Tensor:
+        """bool [M], which of a block's open rows are committed, after `n_steps` steps in it.
+
+        Args:
+            confidence, rank: of the rows' proposals (see `sampling.Proposal`); None ranks them by confidence.
+        """
+        rank = confidence if rank is None else rank
         if self.factor is None:
-            chosen = above_threshold(proposal.confidence, self.threshold, proposal.rank)
+            chosen = above_threshold(confidence, self.threshold, rank)
         else:
-            chosen = within_factor(proposal.confidence, self.factor, proposal.rank)
+            chosen = within_factor(confidence, self.factor, rank)
         if self.steps is not None:
-            chosen |= most_confident(proposal.rank, quota(len(chosen), self.steps - n_steps))
+            chosen |= most_confident(rank, quota(len(rank), self.steps - n_steps))
         return chosen
 
 
@@ -110,7 +115,7 @@ def denoise(
             open_rows = canvas.open_rows()
             proposal = predicted.propose(request.sampling, generators[index], order)
             if choose is None:
-                chosen = rule.chosen(proposal, steps_in_block[index])
+                chosen = rule.chosen(proposal.confidence, steps_in_block[index], proposal.rank)
             else:
                 chosen = choose(index, open_rows, proposal)
             picked = chosen.nonzero()[:, 0]

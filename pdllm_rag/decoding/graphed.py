@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -26,6 +26,7 @@ from pdllm_rag.context import Context, SequenceLayout, buffers
 from pdllm_rag.decoding.base import Canvas, Sampling
 from pdllm_rag.decoding.predictions import LogitRows
 from pdllm_rag.decoding.sampling import Order, Proposal
+from pdllm_rag.models.backbone import Backbone
 from pdllm_rag.models.fused import FusedBackbone
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.numerics import checked
@@ -205,14 +206,41 @@ class GraphedStep:
         return self._backbone.allowed(self.raw[rows.to(self.raw.device)]).cpu()
 
 
-class GraphedRows:
-    """What the latest step says of the open rows of one canvas. Valid until the next step.
+class Found(Protocol):
+    """What a pass found; of a captured step's until the next one."""
+
+    @property
+    def found(self) -> torch.Tensor: ...
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+
+class Proposals:
+    """What a pass that is not captured found on a GPU: only tokens and confidences come to the host.
 
     Args:
-        rows: int64 [M], their numbers among the step's answer rows.
+        raw: `Backbone.raw_logits` [M, V] of the rows that are predicted.
     """
 
-    def __init__(self, step: GraphedStep, rows: torch.Tensor) -> None:
+    @torch.inference_mode()
+    def __init__(self, backbone: Backbone, raw: torch.Tensor) -> None:
+        self._backbone, self._raw = backbone, raw
+        self.found = backbone.proposals(raw).cpu()
+
+    @torch.inference_mode()
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [M, V] of some rows, on the CPU."""
+        return self._backbone.allowed(self._raw[rows.to(self._raw.device)]).cpu()
+
+
+class GraphedRows:
+    """What a pass says of the open rows of one canvas, by what it found on the device.
+
+    Args:
+        rows: int64 [M], their numbers among the pass's predicted rows.
+    """
+
+    def __init__(self, step: Found, rows: torch.Tensor) -> None:
         self._step = step
         self._rows = rows
         self._found = step.found[rows]

@@ -90,7 +90,7 @@ class PipelinedCanvas(Canvas):
         for number in np.unique(numbers).tolist():
             own = torch.from_numpy(numbers == number)
             if self.phases[number] is Phase.ACTIVE:
-                chosen[own] = rule.chosen(Proposal(*(part[own] for part in proposal)), self._passes[number])
+                chosen[own] = rule.chosen(proposal.confidence[own], self._passes[number], proposal.rank[own])
                 self._passes[number] += 1
         return chosen
 

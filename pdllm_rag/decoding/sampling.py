@@ -101,31 +101,25 @@ def rank(
     return torch.xlogy(probabilities, probabilities).sum(dim=-1)
 
 
-def above_threshold(confidence: torch.Tensor, threshold: float, rank: torch.Tensor | None = None) -> torch.Tensor:
+def above_threshold(confidence: torch.Tensor, threshold: float, rank: torch.Tensor) -> torch.Tensor:
     """bool [M]: the row of the highest rank always (first on ties), and every other row above `threshold`.
-
-    Args:
-        rank: see `Proposal`; None ranks rows by confidence.
 
     Source: Fast-dLLM (arXiv 2505.22618), confidence-aware parallel decoding.
     """
     chosen = confidence > threshold
-    chosen[(confidence if rank is None else rank).argmax()] = True
+    chosen[rank.argmax()] = True
     return chosen
 
 
-def within_factor(confidence: torch.Tensor, factor: float, rank: torch.Tensor | None = None) -> torch.Tensor:
+def within_factor(confidence: torch.Tensor, factor: float, rank: torch.Tensor) -> torch.Tensor:
     """bool [M]: rows by falling rank, up to the first whose confidence c has (n + 1)(1 - c) >= factor; one always.
 
     n counts from 1. If n marginals are each above 1 - e and (n + 1) e <= 1, the likeliest tokens of each are the
     likeliest together. The inequality is the paper's strict one; its code also takes the row on the boundary.
 
-    Args:
-        rank: see `Proposal`; None ranks rows by confidence.
-
     Source: Fast-dLLM (arXiv 2505.22618), factor-based parallel decoding.
     """
-    order = torch.sort(confidence if rank is None else rank, descending=True, stable=True).indices
+    order = torch.sort(rank, descending=True, stable=True).indices
     passes = torch.arange(2, len(order) + 2) * (1 - confidence[order].double()) < factor
     passes[0] = True
     chosen = torch.zeros(len(order), dtype=torch.bool)

@@ -23,8 +23,8 @@ from pdllm_rag.attention import causal_block, resolve
 from pdllm_rag.context import Placed, gather, rows_needed
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.denoise import CommitRule, denoise
-from pdllm_rag.decoding.graphed import GraphedRows, Shape, can_capture, checked_out
-from pdllm_rag.decoding.predictions import LogitRows
+from pdllm_rag.decoding.graphed import GraphedRows, Proposals, Shape, can_capture, checked_out
+from pdllm_rag.decoding.predictions import LogitRows, Predictions
 from pdllm_rag.decoding.sampling import Order
 from pdllm_rag.models.backbone import Attend
 from pdllm_rag.models.fused import FusedBackbone
@@ -85,7 +85,7 @@ class StaticKVDecoder:
         attend: Attend | None = None
         layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
-        def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[LogitRows]:
+        def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[Predictions]:
             nonlocal attend, layout
             wanted = tuple(active), tuple(len(canvas.ids) for canvas in canvases)
             if attend is None or wanted != layout:
@@ -121,8 +121,8 @@ class StaticKVDecoder:
 
 def answer_logits(
     model: LoadedModel, hidden: torch.Tensor, canvases: Sequence[Canvas], windows: Sequence[range]
-) -> list[LogitRows]:
-    """Logits at each canvas's open rows, from packed hidden rows.
+) -> list[Predictions]:
+    """What packed hidden rows say of each canvas's open rows.
 
     Args:
         windows: canvas rows of each sequence that `hidden` holds; those below 0 are of a context before the canvas.
@@ -133,5 +133,8 @@ def answer_logits(
         rows.append(start - window.start + canvas.prompt_len + open_rows - int(model.spec.logit_shift))
         counts.append(len(open_rows))
         start += len(window)
-    logits = model.backbone.logits(hidden[torch.cat(rows).to(hidden.device)])
-    return [LogitRows(own) for own in torch.split(logits.cpu(), counts)]
+    raw = model.backbone.raw_logits(hidden[torch.cat(rows).to(hidden.device)])
+    if raw.device.type == "cpu":
+        return [LogitRows(own) for own in torch.split(model.backbone.allowed(raw), counts)]
+    found = Proposals(model.backbone, raw)
+    return [GraphedRows(found, own) for own in torch.split(torch.arange(len(raw)), counts)]

@@ -19,7 +19,7 @@ from pdllm_rag.attends import DenseAttend
 from pdllm_rag.attention import block_masks, causal_block
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.denoise import CommitRule, canvas_of, denoise
-from pdllm_rag.decoding.predictions import LogitRows
+from pdllm_rag.decoding.predictions import Predictions
 from pdllm_rag.decoding.sampling import Order
 from pdllm_rag.decoding.static_kv import answer_logits
 from pdllm_rag.models.loader import LoadedModel
@@ -66,7 +66,7 @@ class VanillaDecoder:
         places = [_positions(r) for r in requests]
         block = causal_block(self._model.spec.family)
 
-        def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[LogitRows]:
+        def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[Predictions]:
             ids, runs, windows = [], [], []
             for index, canvas in zip(active, canvases, strict=True):
                 start = requests[index].placement.canvas_start

@@ -97,6 +97,15 @@ class Backbone:
         logits[:, self.forbidden_from :] = -torch.inf
         return logits
 
+    @torch.inference_mode()
+    def proposals(self, raw: torch.Tensor) -> torch.Tensor:
+        """int32 [M, 3] of `raw_logits` [M, V]: the likeliest token, and the bits of two float32 values, its probability
+        and the logarithm of the softmax's denominator. As `decoding.propose` at temperature 0, on the device."""
+        logits = self.allowed(raw)
+        best, tokens = logits.max(dim=-1)
+        lse = logits.logsumexp(dim=-1)
+        return torch.stack((tokens.int(), (best - lse).exp().view(torch.int32), lse.view(torch.int32)), dim=1)
+
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         embedded: torch.Tensor = self.model.model.embed_tokens(ids[None])
         return embedded

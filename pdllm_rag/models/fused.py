@@ -115,8 +115,7 @@ class FusedBackbone(Backbone):
 
     @torch.inference_mode()
     def proposals(self, raw: torch.Tensor) -> torch.Tensor:
-        """int32 [M, 3] of `raw_logits` [M, V]: the likeliest token, and the bits of two float32 values, its probability
-        and the logarithm of the softmax's denominator. As `decoding.propose` at temperature 0, in one pass."""
+        """As `Backbone.proposals`, in one pass over the logits."""
         from triton import next_power_of_2
 
         from pdllm_rag.models import fused_kernels
