@@ -1,7 +1,7 @@
 """The attentions that the backbone is run with. Each owns its positions and caches.
 
 - `DenseAttend`: every row of a sequence sees every row of it (or what a mask allows);
-- `CaptureAttend`: the same, and keeps keys and values: the prefill;
+- `CaptureAttend`: the same, and keeps keys and values: the prefill; `WholeCanvasAttend` keeps them for later steps;
 - `SplitSAttend`: canvas rows see static chunk KV and their own canvas (of a block-causal model: no later block of it):
   scoring and decoding; `PackedSplitSAttend` is the same for all sequences at once, on a GPU.
 
@@ -98,6 +98,22 @@ class CaptureAttend:
         self.keys.append(k)
         self.values.append(v.contiguous())  # of packed heads, to let the others go
         return self._dense.attend(q, k, v)
+
+
+class WholeCanvasAttend(DenseAttend):
+    """`DenseAttend` of whole canvases without chunks, which leaves their keys and values in a context's buffers."""
+
+    def __init__(self, rope: Rope, context: Context) -> None:
+        positions, n_rows = _canvas_rows(context, rope)
+        super().__init__(rope, n_rows, positions)
+        self._context = context
+        self._slots = torch.cat([s.slots() for s in context.sequences]).long().to(context.k.device)
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k = self.rotated(q, k)
+        self._context.k[layer, self._slots] = k
+        self._context.v[layer, self._slots] = v
+        return self.attend(q, k, v)
 
 
 class SplitSAttend:

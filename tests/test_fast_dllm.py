@@ -106,19 +106,20 @@ def test_every_step_is_the_references(models: dict[int, LoadedModel], cache: Cac
         assert one.confidence == pytest.approx(other.confidence, abs=1e-4)
 
 
-@pytest.mark.parametrize("shift", [pytest.param(True, marks=MARKS_OF_KERNELS)])
+@pytest.mark.parametrize("context", [pytest.param(word, marks=MARKS_OF_KERNELS) for word in ("stored", "dense")])
 def test_replayed_steps_are_the_eager_ones_at_different_places_of_a_batch(
-    models: dict[int, LoadedModel], shift: bool, monkeypatch: pytest.MonkeyPatch
+    models: dict[int, LoadedModel], context: Literal["stored", "dense"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphed, "ROWS_APART", 4)
     monkeypatch.setattr(graphed, "CONTEXT_APART", 32)
-    model = shifted(models[1], shift)
+    model = models[1]
     one = model.backbone
     rope = Rope.from_config(one.model.config, KERNEL_DEVICE)
     weights = copy.deepcopy(one.model).to(KERNEL_DEVICE)
     fused = FusedBackbone(weights, rope, mask_id=one.mask_id, forbidden_from=one.forbidden_from)
-    quick = FastDLLMDecoder(replace(model, backbone=fused), CommitRule(threshold=0.055), backend="triton")
-    eager = FastDLLMDecoder(model, CommitRule(threshold=0.055))
+    rule, options = CommitRule(threshold=0.055), FastDLLMOptions("dual", context)
+    quick = FastDLLMDecoder(replace(model, backbone=fused), rule, options, backend="triton")
+    eager = FastDLLMDecoder(model, rule, options)
     assert quick.is_graphed
     assert not eager.is_graphed
     requests = [request_for(model, prompt=n, max_new_tokens=m, seed=n) for n, m in ((3, 9), (7, 9))]

@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from pdllm_rag.attends import split_s_attend
+from pdllm_rag.attends import WholeCanvasAttend, split_s_attend
 from pdllm_rag.attention import causal_block, resolve
 from pdllm_rag.context import Context, gather, rows_needed
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep, Sampling
@@ -202,7 +202,12 @@ class _Passes:
     ) -> Sequence[Predictions]:
         backbone = self._model.backbone
         if self._attend is None or self._layouts.get("eager") != (active, windows):
-            self._attend = split_s_attend(backbone, self._context.windowed(active, windows), backend=self._backend)
+            context = self._context.windowed(active, windows)
+            has_one_run = all(len(layout.table.lens) == 1 for layout in context.sequences)
+            if has_one_run and self._backend == "triton":  # whose kernels are for few rows
+                self._attend = WholeCanvasAttend(backbone.rope, context)
+            else:
+                self._attend = split_s_attend(backbone, context, backend=self._backend)
             self._layouts["eager"] = active, windows
         ids = torch.cat([canvas.ids[w.start : w.stop] for canvas, w in zip(canvases, windows, strict=True)])
         hidden = backbone.hidden(ids.to(backbone.device), self._attend)
