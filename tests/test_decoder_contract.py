@@ -38,6 +38,8 @@ CASES: list[Case] = [
     ("fast_dllm", {"cache": "prefix"}),
     ("fast_dllm", {"cache": "dual"}),
     ("fast_dllm", {"factor": 1.0, "context": "dense"}),
+    ("dyllm", {}),
+    ("dyllm", {"tau": 0.5, "similarity": "refresh", "refresh_every": 3}),
     ("d2f", {}),
     ("d2f", {"block_len": 4, "window": 2}),
     ("block_causal", {}),

@@ -23,7 +23,7 @@ from pdllm_rag.attends import CaptureAttend, DenseAttend, PackedSplitSAttend, Sp
 from pdllm_rag.attention.triton import Room
 from pdllm_rag.context import Placed, gather
 from pdllm_rag.decoding import CommitRule, DecodeRequest, DecodeStep, Sampling, StaticKVDecoder, graphed
-from pdllm_rag.decoding.graphed import GraphedRows, Proposals, Shape, checked_out
+from pdllm_rag.decoding.graphed import GraphedRows, GraphedStep, Proposals, Shape, checked_out
 from pdllm_rag.decoding.predictions import LogitRows
 from pdllm_rag.decoding.sampling import propose
 from pdllm_rag.errors import NumericsError
@@ -221,17 +221,17 @@ def test_few_steps_wait_and_those_used_last_stay(
     monkeypatch.setattr(graphed, "MAX_IDLE", 2)
     a, b, c = (Shape(1, 8 * n, 32, BLOCK) for n in (1, 2, 3))  # none serves another
     for shape in (a, b):
-        with checked_out(backbone, False, shape):
+        with checked_out(backbone, False, shape, GraphedStep):
             pass
-    with checked_out(backbone, False, a) as first, checked_out(backbone, False, a) as second:
+    with checked_out(backbone, False, a, GraphedStep) as first, checked_out(backbone, False, a, GraphedStep) as second:
         assert first is not second
-        with checked_out(backbone, False, c):
+        with checked_out(backbone, False, c, GraphedStep):
             pass
     assert [(step.shape, step.logit_shift) for step in backbone.captures] == [(a, False), (a, False)]
-    with checked_out(backbone, False, a) as again:
+    with checked_out(backbone, False, a, GraphedStep) as again:
         assert again in (first, second)
     monkeypatch.setattr(graphed, "MAX_IDLE_BYTES", 1)
-    with checked_out(backbone, False, c):
+    with checked_out(backbone, False, c, GraphedStep):
         pass
     assert [(step.shape, step.logit_shift) for step in backbone.captures] == [(c, False)]
 
@@ -273,7 +273,7 @@ def test_logits_that_are_not_finite_raise(pair: tuple[LoadedModel, LoadedModel])
 def test_what_does_not_fit_a_captured_shape_is_refused(pair: tuple[LoadedModel, LoadedModel]) -> None:
     backbone = pair[1].backbone
     assert isinstance(backbone, FusedBackbone)
-    with checked_out(backbone, True, Shape.fitting(1, 8, 32, BLOCK)) as step:
+    with checked_out(backbone, True, Shape.fitting(1, 8, 32, BLOCK), GraphedStep) as step:
         context = gather([Placed((), plan_offsets((), "sequential", chunk_len=1))], [12], backbone)
         with pytest.raises(ValueError, match="captured for 8"):
             step.arrange([0], context.sequences)

@@ -17,9 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pdllm_rag.attention import split_kernel, turn_kernel
+from pdllm_rag.decoding import dyllm_kernels
 from pdllm_rag.models import fused_kernels
 
-F, I = "*fp32", "*i32"
+F, H, I, L = "*fp32", "*bf16", "*i32", "*i64"
 
 def compiled(kernel, types, constants, **options):
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -36,10 +37,11 @@ for dtype, block_m, block_n in (("bf16", 64, 64), ("fp32", 32, 32)):
     for turns, rows, mask in ((True, False, True), (False, True, False))[: 2 if dtype == "bf16" else 1]:
         compiled(split_kernel.split_kernel, types,
                  dict(N_HEADS=28, RATIO=7, HEAD_DIM=128, BLOCK_M=block_m, BLOCK_N=block_n, HAS_TURNS=turns,
-                      HAS_ROWS=rows, HAS_MASK=mask, IS_INT8=False, UPCAST=False, OVERLAPS=dtype == "bf16"),
+                      HAS_ROWS=rows, HAS_MASK=mask, IS_INT8=False, HAS_OUT=mask, UPCAST=False,
+                      OVERLAPS=dtype == "bf16"),
                  num_warps=4, num_stages=2)
     compiled(split_kernel.merge_kernel, dict(parts_ptr=F, part_lse_ptr=F, out_ptr=A, lse_ptr=F, row_items_ptr=I),
-             dict(N_HEADS=28, HEAD_DIM=128, MAX_PARTS=8, OVERLAPS=True))
+             dict(N_HEADS=28, HEAD_DIM=128, MAX_PARTS=8, HAS_OUT=True, OVERLAPS=True))
     compiled(turn_kernel.turn_kernel,
              dict(q_ptr=A, k_ptr=A, v_ptr=A, q_out_ptr=A, k_out_ptr=A, v_out_ptr=A, cos_ptr=F, sin_ptr=F, slots_ptr=I,
                   q_row_stride="i32", k_row_stride="i32", v_row_stride="i32", out_row_stride="i32"),
@@ -54,6 +56,23 @@ for dtype, block_m, block_n in (("bf16", 64, 64), ("fp32", 32, 32)):
     compiled(fused_kernels.propose_kernel,
              dict(logits_ptr=A, parts_ptr=F, best_ptr=I, row_stride="i32", n_tokens="i32", mask_id="i32"),
              dict(N_PARTS=38, BLOCK=4096))
+sizes = dict(N_KV_HEADS=4, HEAD_DIM=128, KV_HEADS=4)
+compiled(dyllm_kernels.renew_kernel,
+         dict(k_ptr=H, v_ptr=H, keys_ptr=H, values_ptr=H, change_ptr=H, cos_ptr=F, sin_ptr=F, chosen_ptr=I,
+              slots_ptr=I, kv_row_stride="i32"), sizes)
+compiled(dyllm_kernels.shift_kernel,
+         dict(q_ptr=H, lse_ptr=F, keys_ptr=H, change_ptr=H, contexts_ptr=H, out_ptr=H, chosen_ptr=I, slots_ptr=I,
+              places_ptr=L, scale_log2="fp32", kv_row_stride="i32", n_rows="i32", room="i32"),
+         dict(N_HEADS=28, RATIO=7, HEAD_DIM=128, BLOCK_M=64, BLOCK_N=32))
+compiled(dyllm_kernels.compare_kernel,
+         dict(out_ptr=H, exact_ptr=H, contexts_ptr=H, compared_ptr=H, exact_of_ptr=I, places_ptr=L, bias_ptr=F,
+              rank_ptr=F), dict(WIDTH=3584, BLOCK=4096), num_warps=8)
+compiled(dyllm_kernels.keep_kernel,
+         dict(new_ptr=H, outputs_ptr=H, context_ptr=H, reference_ptr=H, chosen_ptr=I, places_ptr=L),
+         dict(HIDDEN=3584, WIDTH=3584, BLOCK=4096, HAS_REFERENCE=True), num_warps=8)
+compiled(dyllm_kernels.pick_kernel,
+         dict(rank_ptr=F, chosen_ptr=I, take_ptr=I, exact_of_ptr=I, rooms_ptr=I, counts_ptr=I, tau="fp32",
+              n_rows="i32", room="i32"), dict(BLOCK=64))
 compiled(fused_kernels.propose_merge_kernel, dict(parts_ptr=F, best_ptr=I, out_ptr=I), dict(N_PARTS=38, PARTS=64))
 """
 

@@ -21,7 +21,7 @@ from tiny import SPECIALS, save_tiny_model
 
 from pdllm_rag import AskOptions, InputDocument, LoadedModel, RagEngine, load_model
 from pdllm_rag.decoding import Canvas, CommitRule, DecodeRequest, DecodeStep, StaticKVDecoder, VanillaDecoder, graphed
-from pdllm_rag.decoding.graphed import Shape, checked_out
+from pdllm_rag.decoding.graphed import GraphedStep, Shape, checked_out
 from pdllm_rag.encoder import ChunkEncoder
 from pdllm_rag.models.fused import FusedBackbone
 from pdllm_rag.placement import plan_offsets
@@ -157,13 +157,13 @@ def test_nothing_that_lies_in_the_unused_rows_of_a_captured_step_is_read(
     shape = Shape.fitting(2, 5 + 2 * block, 34, block)
     assert shape.canvas_rows > 5 + 2 * block
     assert shape.context_rows > 34
-    with torch.inference_mode(), checked_out(backbone, model.spec.logit_shift, shape) as step:
+    with torch.inference_mode(), checked_out(backbone, model.spec.logit_shift, shape, GraphedStep) as step:
         for buffer in step.buffers:
             buffer.fill_(torch.nan)
         step._ids_host.random_(4, 250)
     ours = decoded("captured", model, requests, AT_ONCE)
     theirs = decoded("eager", with_blocks(models["eager"], block), requests, AT_ONCE)
-    with checked_out(backbone, model.spec.logit_shift, shape) as again:
+    with checked_out(backbone, model.spec.logit_shift, shape, GraphedStep) as again:
         assert again is step
         assert torch.isnan(step.buffers[0]).any()
     for index in range(2):

@@ -23,9 +23,9 @@ from pdllm_rag.models.fused_kernels import wait_for_inputs
 @triton.jit
 def _add_block(
     q, k, v, visible, best, total, acc, k_scale, v_scale, scale_log2,
-    MASKED: tl.constexpr, IS_INT8: tl.constexpr, DTYPE: tl.constexpr
+    MASKED: tl.constexpr, IS_INT8: tl.constexpr, HAS_OUT: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """Running softmax (best [M], total [M], acc [M, D]) with one more block of keys. Scores are in base 2."""
+    """Running softmax (best [M], total [M], with `HAS_OUT` acc [M, D]) with one more block of keys, in base 2."""
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if IS_INT8:
         scores *= k_scale[None, :]
@@ -40,7 +40,8 @@ def _add_block(
     total = total * fade + tl.sum(weights, 1)
     if IS_INT8:
         weights *= v_scale[None, :]
-    acc = tl.dot(weights.to(DTYPE).to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+    if HAS_OUT:
+        acc = tl.dot(weights.to(DTYPE).to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
     return new_best, total, acc
 
 
@@ -72,6 +73,7 @@ def split_kernel(
     HAS_ROWS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     IS_INT8: tl.constexpr,
+    HAS_OUT: tl.constexpr,
     UPCAST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -80,6 +82,7 @@ def split_kernel(
     q [N, H, D]; k, v [S, G, D], heads next to each other (int8: with scales float32 [S, G]), also as `k_tiles` and
     `v_tiles`, descriptors of [S, G * D] with tiles of [BLOCK_N, D]; out [P, H, D] and lse [P, H], base 2, if the items
     are parts, else out [N, H, D]. turns float32 [T, 2, D]: cos and sin that a query is turned by.
+    HAS_OUT: without, only lse is computed and no value is read.
     UPCAST: products of float32 copies, since Triton's interpreter multiplies no bfloat16; the values are the same.
     """
     if OVERLAPS:
@@ -119,13 +122,16 @@ def split_kernel(
     for index in range(first_block, first_block + n_full):
         key_row = tl.load(blocks_ptr + index * 4)
         k = k_tiles.load([key_row, group * HEAD_DIM])
-        v = v_tiles.load([key_row, group * HEAD_DIM])
+        v = k
+        if HAS_OUT:
+            v = v_tiles.load([key_row, group * HEAD_DIM])
         if IS_INT8:
             k_scale = tl.load(k_scale_ptr + (key_row + columns) * n_kv_heads + group)
             v_scale = tl.load(v_scale_ptr + (key_row + columns) * n_kv_heads + group)
         best, total, acc = _add_block(
-            q, k, v, None, best, total, acc, k_scale, v_scale, scale_log2, False, IS_INT8, q_ptr.dtype.element_ty
-        )
+            q, k, v, None, best, total, acc, k_scale, v_scale, scale_log2, False, IS_INT8, HAS_OUT,
+            q_ptr.dtype.element_ty
+        )  # fmt: skip
     if HAS_MASK:
         mask_base = mask_ptr + tl.load(fields + 7) + row * tl.load(fields + 8)
     for index in range(first_block + n_full, first_block + n_blocks):
@@ -137,7 +143,9 @@ def split_kernel(
             key_row = tl.load(block) + columns
         key_base = key_row.to(tl.int64) * kv_row_stride + group * HEAD_DIM
         k = tl.load(k_ptr + key_base[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
-        v = tl.load(v_ptr + key_base[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
+        v = k
+        if HAS_OUT:
+            v = tl.load(v_ptr + key_base[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
         if IS_INT8:
             k_scale = tl.load(k_scale_ptr + key_row * n_kv_heads + group, mask=is_key, other=0.0)
             v_scale = tl.load(v_scale_ptr + key_row * n_kv_heads + group, mask=is_key, other=0.0)
@@ -152,15 +160,17 @@ def split_kernel(
             )
             visible = visible & (seen != 0)
         best, total, acc = _add_block(
-            q, k, v, visible, best, total, acc, k_scale, v_scale, scale_log2, True, IS_INT8, q_ptr.dtype.element_ty
-        )
+            q, k, v, visible, best, total, acc, k_scale, v_scale, scale_log2, True, IS_INT8, HAS_OUT,
+            q_ptr.dtype.element_ty
+        )  # fmt: skip
 
     safe = tl.where(total == 0.0, 1.0, total)
-    acc = acc / safe[:, None]
     lse = tl.where(total == 0.0, -float("inf"), best + tl.log2(safe))
     out_row = tl.load(fields + 6) + row
-    out_base = out_ptr + out_row.to(tl.int64) * (N_HEADS * HEAD_DIM) + head * HEAD_DIM
-    tl.store(out_base[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+    if HAS_OUT:
+        acc = acc / safe[:, None]
+        out_base = out_ptr + out_row.to(tl.int64) * (N_HEADS * HEAD_DIM) + head * HEAD_DIM
+        tl.store(out_base[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
     tl.store(lse_ptr + out_row * N_HEADS + head, lse, mask=is_row)
 
 
@@ -174,9 +184,12 @@ def merge_kernel(
     N_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     MAX_PARTS: tl.constexpr,
+    HAS_OUT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """One row and head: its partial results, weighted by exp2(lse - max), as one. A row without items gets zeros.
+
+    HAS_OUT: without, only the lse of the parts is merged.
 
     row_items int32 [N, 4]: first partial row, partial results, rows from one to the next, unused.
     """
@@ -195,18 +208,20 @@ def merge_kernel(
         is_part = parts < n_parts
         part_row = first_part + parts * step
         lse = tl.load(part_lse_ptr + part_row * N_HEADS + head, mask=is_part, other=-float("inf"))
-        values = tl.load(
-            parts_ptr + (part_row.to(tl.int64) * N_HEADS + head)[:, None] * HEAD_DIM + dims[None, :],
-            mask=is_part[:, None],
-            other=0.0,
-        )
         new_best = tl.maximum(best, tl.max(lse, 0))
         anchor = tl.where(new_best == -float("inf"), 0.0, new_best)
         weight = tl.exp2(lse - anchor)
         fade = tl.exp2(best - anchor)
         total = total * fade + tl.sum(weight, 0)
-        acc = acc * fade + tl.sum(values * weight[:, None], 0)
+        if HAS_OUT:
+            values = tl.load(
+                parts_ptr + (part_row.to(tl.int64) * N_HEADS + head)[:, None] * HEAD_DIM + dims[None, :],
+                mask=is_part[:, None],
+                other=0.0,
+            )
+            acc = acc * fade + tl.sum(values * weight[:, None], 0)
         best = new_best
     safe = tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + (row * N_HEADS + head) * HEAD_DIM + dims, (acc / safe).to(out_ptr.dtype.element_ty))
+    if HAS_OUT:
+        tl.store(out_ptr + (row * N_HEADS + head) * HEAD_DIM + dims, (acc / safe).to(out_ptr.dtype.element_ty))
     tl.store(lse_ptr + row * N_HEADS + head, tl.where(total == 0.0, -float("inf"), best + tl.log2(safe)))

@@ -216,9 +216,25 @@ class SplitAttention:
             q: [N, H, D], heads and their elements next to each other.
             k, v: [S, G, D] of one layer, of q's dtype, or int8 with `k_scale`, `v_scale` float32 [S, G].
         """
+        return self._run(q, k, v, k_scale, v_scale, out)
+
+    def lse(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """The lse [N, H] of a call, in base 2, for which no value is read."""
+        return self._run(q, k, None).lse
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> AttentionState:
         from pdllm_rag.attention import split_kernel
 
-        last_row = self._last_row
+        last_row, has_out = self._last_row, v is not None
+        v = k if v is None else v
         if k.stride(0) != v.stride(0) or not all(part[:1].is_contiguous() for part in (q, k, v)) or len(k) < last_row:
             raise ValueError(
                 f"got q, k and v of strides {q.stride()}, {k.stride()}, {v.stride()} and {len(k)} key rows; "
@@ -255,6 +271,7 @@ class SplitAttention:
             HAS_ROWS=tables.has_rows,
             HAS_MASK=tables.has_mask,
             IS_INT8=k.dtype == torch.int8,
+            HAS_OUT=has_out,
             UPCAST=is_interpreted() and q.dtype == torch.bfloat16,
             **overlap(q.device),
             num_warps=self.tiles.warps,
@@ -270,6 +287,7 @@ class SplitAttention:
                 N_HEADS=self._n_heads,
                 HEAD_DIM=self._head_dim,
                 MAX_PARTS=self._max_parts,
+                HAS_OUT=has_out,
                 **overlap(q.device),
                 num_warps=2,
             )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pdllm_rag.config import AskOptions
 
 # Spelled out, so that `--help` needs no model code; a test keeps them equal to the engine's.
-DECODERS = ("static_kv", "vanilla", "fast_dllm", "d2f", "block_causal")
+DECODERS = ("static_kv", "vanilla", "fast_dllm", "dyllm", "d2f", "block_causal")
 FIRST_STAGES = ("bm25", "sketch", "fusion")
 LOADS = ("store", "auto")
 POLICIES = ("independent", "joint", "joint_query")

@@ -11,7 +11,7 @@ import torch
 from pdllm_rag.attention import causal_block
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.predictions import Predictions
-from pdllm_rag.decoding.sampling import Order, above_threshold, most_confident, quota, within_factor
+from pdllm_rag.decoding.sampling import Order, Proposal, above_threshold, most_confident, quota, within_factor
 from pdllm_rag.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)

@@ -114,7 +114,7 @@ class FastDLLMDecoder:
                     assert isinstance(backbone, FusedBackbone)
                     block_len = spec.family.block_len
                     shape = Shape.fitting(len(requests), block_len, n_rows - len(requests) * block_len, block_len)
-                    step = stack.enter_context(checked_out(backbone, spec.logit_shift, shape))
+                    step = stack.enter_context(checked_out(backbone, spec.logit_shift, shape, GraphedStep))
                 context = gather(placed, rooms, backbone, into=step.buffers if step else None)
                 passes = _Passes(self._model, context, self._cache, self._backend, step)
                 yield from denoise(requests, passes.forward, spec, self._rule, canvases)

@@ -12,16 +12,16 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from pdllm_rag.attends import PackedSplitSAttend
 from pdllm_rag.attention import ChunkTable, causal_block
-from pdllm_rag.attention.triton import Room
+from pdllm_rag.attention.triton import Room, SplitAttention
 from pdllm_rag.context import Context, SequenceLayout, buffers
 from pdllm_rag.decoding.base import Canvas, Sampling
 from pdllm_rag.decoding.predictions import LogitRows
@@ -74,6 +74,22 @@ class Shape(NamedTuple):
             and other.canvas_rows <= self.canvas_rows <= other.canvas_rows + ROWS_APART
         )
 
+    def layouts(self) -> tuple[SequenceLayout, ...]:
+        """Valid ones, as long as the shape allows, so that a choice of parts that is made by them fits the largest."""
+        rows, n_context = self.canvas_rows, self.context_rows // self.n_sequences
+        places = [(index * n_context, self.context_rows + index * rows) for index in range(self.n_sequences)]
+        return tuple(
+            SequenceLayout(ChunkTable.of([(first, n_context, 0), (canvas, rows, 0)]), canvas, rows, 0)
+            for first, canvas in places
+        )
+
+    def reserve(self, attention: SplitAttention, n_rows: int) -> None:
+        """Make an attention's tables as large as the shape may need with so many query rows of each sequence."""
+        n_buffer = self.context_rows + self.n_sequences * self.canvas_rows
+        n_blocks = n_buffer // attention.tiles.block_n + 4 * self.n_sequences
+        n_items = attention.n_splits * self.n_sequences
+        attention.reserve(Room(self.n_sequences * n_rows, n_rows, n_items, n_blocks))
+
 
 class GraphedStep:
     """One shape's step and its buffers, for one decode at a time.
@@ -91,22 +107,19 @@ class GraphedStep:
         self.shape = shape
         self._backbone: FusedBackbone = weakref.proxy(backbone)  # which holds this step: no circle keeps weights alive
         self.logit_shift = logit_shift
+        self.made_by: object = GraphedStep
         device = backbone.device
         n_rows = shape.n_sequences * shape.canvas_rows
         n_predicted = shape.n_sequences * shape.answer_rows
-        n_buffer = shape.context_rows + n_rows
-        self.buffers = buffers(backbone, n_buffer)
+        self.buffers = buffers(backbone, shape.context_rows + n_rows)
         pinned = device.type == "cuda"
         self._ids = torch.zeros(n_rows, dtype=torch.int64, device=device)
         self._ids_host = torch.zeros(n_rows, dtype=torch.int64, pin_memory=pinned)
         self._predicting = torch.zeros(n_predicted, dtype=torch.int64, device=device)
         self._found_host = torch.zeros(n_predicted, 3, dtype=torch.int32, pin_memory=pinned)
-        context = Context(*self.buffers, tuple(self._layout_of(index) for index in range(shape.n_sequences)))
-        self._attend = PackedSplitSAttend(backbone, context)
-        attention = self._attend.attention
-        n_blocks = n_buffer // attention.tiles.block_n + 4 * shape.n_sequences
-        attention.reserve(Room(n_rows, shape.canvas_rows, attention.n_splits * shape.n_sequences, n_blocks))
-        self._graph = self._captured() if device.type == "cuda" else None
+        self._attend = PackedSplitSAttend(backbone, Context(*self.buffers, shape.layouts()))
+        shape.reserve(self._attend.attention, shape.canvas_rows)
+        self._graph = captured(device, self._compute) if device.type == "cuda" else None
         logger.info("captured a denoising step of %s in %.2f s", shape, time.perf_counter() - started)
 
     @torch.inference_mode()
@@ -163,32 +176,10 @@ class GraphedStep:
             found.append(GraphedRows(self, first + canvas.open_rows()))
         return found
 
-    def _layout_of(self, index: int) -> SequenceLayout:
-        """Any valid one: lengths as large as the shape allows, so that the choice of parts fits the largest case."""
-        rows, n_context = self.shape.canvas_rows, self.shape.context_rows // self.shape.n_sequences
-        canvas_row = self.shape.context_rows + index * rows
-        table = ChunkTable.of([(index * n_context, n_context, 0), (canvas_row, rows, 0)])
-        return SequenceLayout(table, canvas_row, rows, 0)
-
     def _compute(self) -> None:
         hidden = self._backbone.hidden(self._ids, self._attend)
         self.raw = self._backbone.raw_logits(hidden[self._predicting])
         self._found = self._backbone.proposals(self.raw)
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        cuda: Any = torch.cuda
-        graph = torch.cuda.CUDAGraph()
-        with cuda.device(self._backbone.device):  # of which torch captures a stream and waits for all
-            here, stream = cuda.current_stream(), cuda.Stream()
-            stream.wait_stream(here)
-            with cuda.stream(stream):  # compiles the kernels, and lets the libraries choose theirs
-                for _ in range(2):
-                    self._compute()
-            here.wait_stream(stream)
-            # other threads may load chunks meanwhile
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._compute()
-        return graph
 
     @property
     def n_bytes(self) -> int:
@@ -204,6 +195,23 @@ class GraphedStep:
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """float32 [M, V] of the latest step, on the CPU."""
         return self._backbone.allowed(self.raw[rows.to(self.raw.device)]).cpu()
+
+
+def captured(device: torch.device, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A graph of what `compute` launches; it is called three times, the last time for the capture."""
+    cuda: Any = torch.cuda
+    graph = torch.cuda.CUDAGraph()
+    with _CAPTURING, cuda.device(device):  # of which torch captures a stream and waits for all
+        here, stream = cuda.current_stream(), cuda.Stream()
+        stream.wait_stream(here)
+        with cuda.stream(stream):  # compiles the kernels, and lets the libraries choose theirs
+            for _ in range(2):
+                compute()
+        here.wait_stream(stream)
+        # other threads may load chunks meanwhile
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            compute()
+    return graph
 
 
 class Found(Protocol):
@@ -262,20 +270,44 @@ class GraphedRows:
         return LogitRows(self._step.logits(self._rows[: len(ids)])).mean_log_p(ids) if ids else None
 
 
+class Step(Protocol):
+    """What is captured for a shape, and serves one decode at a time."""
+
+    shape: Shape
+    logit_shift: bool
+
+    @property
+    def made_by(self) -> object: ...
+    @property
+    def n_bytes(self) -> int: ...
+
+
+StepT = TypeVar("StepT", bound=Step)
+
+
 @contextmanager
-def checked_out(backbone: FusedBackbone, logit_shift: bool, shape: Shape) -> Iterator[GraphedStep]:
-    """A captured step that serves this shape, for the caller alone; kept for the next one afterwards."""
-    idle: list[GraphedStep] = backbone.captures
+def checked_out(
+    backbone: FusedBackbone, logit_shift: bool, shape: Shape, make: Callable[[FusedBackbone, bool, Shape], StepT]
+) -> Iterator[StepT]:
+    """A captured step that serves this shape, for the caller alone; kept for the next one afterwards.
+
+    Args:
+        make: makes one; a step serves those who would make it alike (`Step.made_by`).
+    """
+    idle: list[Any] = backbone.captures
     with backbone.captures_lock:
-        fitting = [one for one in reversed(idle) if one.logit_shift == logit_shift and one.shape.serves(shape)]
+        fitting = [
+            one
+            for one in reversed(idle)
+            if (one.made_by, one.logit_shift) == (make, logit_shift) and one.shape.serves(shape)
+        ]
         # The one with the fewest rows to compute for nothing, of those the one used last. Not by its place: the
         # collector may end a decode that was left halfway in this thread at any moment, and that changes the list.
-        step = min(fitting, key=lambda one: one.shape.canvas_rows, default=None)
+        step: StepT | None = min(fitting, key=lambda one: one.shape.canvas_rows, default=None)
         if step is not None:
             idle[:] = [one for one in idle if one is not step]
     if step is None:
-        with _CAPTURING:
-            step = GraphedStep(backbone, logit_shift, shape)
+        step = make(backbone, logit_shift, shape)
     try:
         yield step
     finally:

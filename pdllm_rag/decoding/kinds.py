@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from pdllm_rag.decoding import block_causal, d2f, fast_dllm
 from pdllm_rag.decoding.base import Decoder
 from pdllm_rag.decoding.denoise import CommitRule
+from pdllm_rag.decoding.dyllm import DyLLMDecoder, DyLLMOptions
 from pdllm_rag.decoding.options import Asked, read_options, reads_no_kv
 from pdllm_rag.decoding.pipeline import D2FOptions
 from pdllm_rag.decoding.static_kv import StaticKVDecoder, StaticKVOptions
@@ -65,6 +66,7 @@ KINDS: dict[str, Kind] = {
         Kind(StaticKVDecoder, StaticKVOptions),
         Kind(VanillaDecoder, VanillaOptions, clash=reads_no_kv),
         Kind(fast_dllm.FastDLLMDecoder, fast_dllm.FastDLLMOptions, fast_dllm.clash, fast_dllm.why_not),
+        Kind(DyLLMDecoder, DyLLMOptions),
         Kind(d2f.D2FDecoder, D2FOptions, caution=d2f.caution),
         Kind(block_causal.BlockCausalDecoder, block_causal.BlockCausalOptions, why_not=block_causal.why_not),
     )

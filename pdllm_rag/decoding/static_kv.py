@@ -23,7 +23,7 @@ from pdllm_rag.attention import causal_block, resolve
 from pdllm_rag.context import Placed, gather, rows_needed
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.denoise import CommitRule, denoise
-from pdllm_rag.decoding.graphed import GraphedRows, Proposals, Shape, can_capture, checked_out
+from pdllm_rag.decoding.graphed import GraphedRows, GraphedStep, Proposals, Shape, can_capture, checked_out
 from pdllm_rag.decoding.predictions import LogitRows, Predictions
 from pdllm_rag.decoding.sampling import Order
 from pdllm_rag.models.backbone import Attend
@@ -78,10 +78,10 @@ class StaticKVDecoder:
         return self._eager(requests, placed, rooms)
 
     def _eager(
-        self, requests: Sequence[DecodeRequest], placed: Sequence[Placed], rooms: Sequence[int]
+        self, requests: Sequence[DecodeRequest], contexts: Sequence[Placed], rooms: Sequence[int]
     ) -> Iterator[DecodeStep]:
         backbone, spec = self._model.backbone, self._model.spec
-        context = gather(placed, rooms, backbone)
+        context = gather(contexts, rooms, backbone)
         attend: Attend | None = None
         layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
@@ -98,14 +98,14 @@ class StaticKVDecoder:
         return denoise(requests, forward, spec, self._rule, order=self._order)
 
     def _graphed(
-        self, requests: Sequence[DecodeRequest], placed: Sequence[Placed], rooms: Sequence[int]
+        self, requests: Sequence[DecodeRequest], contexts: Sequence[Placed], rooms: Sequence[int]
     ) -> Iterator[DecodeStep]:
         backbone, spec = self._model.backbone, self._model.spec
         assert isinstance(backbone, FusedBackbone)
-        n_context = rows_needed(placed, rooms) - sum(rooms)
+        n_context = rows_needed(contexts, rooms) - sum(rooms)
         shape = Shape.fitting(len(requests), max(rooms), n_context, spec.family.block_len)
-        with checked_out(backbone, spec.logit_shift, shape) as step:
-            context = gather(placed, rooms, backbone, into=step.buffers)
+        with checked_out(backbone, spec.logit_shift, shape, GraphedStep) as step:
+            context = gather(contexts, rooms, backbone, into=step.buffers)
             layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
             def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[GraphedRows]:

@@ -60,11 +60,12 @@ class Backbone:
         with on_device_of(ids):
             x = self._embed(ids)
             for index, layer in enumerate(self.model.model.layers):
-                context = attend(index, *self._project(layer, x))
+                normed = layer.input_layernorm(x)
+                context = attend(index, self.queries(index, normed), *self.keys_values(index, normed))
                 x = x + layer.self_attn.o_proj(context.reshape(1, context.shape[0], -1))
-                x = x + _feed_forward(layer, x)
-            normed: torch.Tensor = self.model.model.norm(x)[0]
-            return normed
+                x = x + self.feed_forward(index, layer.post_attention_layernorm(x)[0])
+            out: torch.Tensor = self.model.model.norm(x)[0]
+            return out
 
     @torch.inference_mode()
     def encode(self, ids: torch.Tensor, attend: Attend) -> None:
@@ -73,10 +74,11 @@ class Backbone:
             x = self._embed(ids)
             last = self.n_layers - 1
             for index, layer in enumerate(self.model.model.layers):
-                context = attend(index, *self._project(layer, x))
+                normed = layer.input_layernorm(x)
+                context = attend(index, self.queries(index, normed), *self.keys_values(index, normed))
                 if index < last:
                     x = x + layer.self_attn.o_proj(context.reshape(1, context.shape[0], -1))
-                    x = x + _feed_forward(layer, x)
+                    x = x + self.feed_forward(index, layer.post_attention_layernorm(x)[0])
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -106,24 +108,32 @@ class Backbone:
         lse = logits.logsumexp(dim=-1)
         return torch.stack((tokens.int(), (best - lse).exp().view(torch.int32), lse.view(torch.int32)), dim=1)
 
+    # What a layer is made of, for a loop that leaves rows out of some of it.
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + delta, and its norm by a module; both [..., hidden]."""
+        total = x if delta is None else x + delta
+        return total, norm(total)
+
+    def queries(self, index: int, normed: torch.Tensor) -> torch.Tensor:
+        """Un-rotated queries [N, H, D] of a layer's normed rows [..., hidden]."""
+        attention = self.model.model.layers[index].self_attn
+        q: torch.Tensor = attention.q_proj(normed).view(-1, self.n_heads, self.head_dim)
+        return attention.q_norm(q) if hasattr(attention, "q_norm") else q
+
+    def keys_values(self, index: int, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Un-rotated keys and values [N, G, D] of a layer's normed rows [..., hidden]."""
+        attention = self.model.model.layers[index].self_attn
+        k = attention.k_proj(normed).view(-1, self.n_kv_heads, self.head_dim)
+        v = attention.v_proj(normed).view(-1, self.n_kv_heads, self.head_dim)
+        return attention.k_norm(k) if hasattr(attention, "k_norm") else k, v
+
+    def feed_forward(self, index: int, normed: torch.Tensor) -> torch.Tensor:
+        """What a layer's feed-forward part adds to normed rows [N, hidden]."""
+        out = self.model.model.layers[index].mlp(normed[None])
+        output: torch.Tensor = out[0]  # of mixture-of-experts blocks the first of two: they also return router logits
+        return output[0] if isinstance(out, tuple) else output
+
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         embedded: torch.Tensor = self.model.model.embed_tokens(ids[None])
         return embedded
-
-    def _project(self, layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        attention = layer.self_attn
-        x = layer.input_layernorm(x)
-        q = attention.q_proj(x).view(-1, self.n_heads, self.head_dim)
-        k = attention.k_proj(x).view(-1, self.n_kv_heads, self.head_dim)
-        v = attention.v_proj(x).view(-1, self.n_kv_heads, self.head_dim)
-        if hasattr(attention, "q_norm"):
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        return q, k, v
-
-
-def _feed_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    out = layer.mlp(layer.post_attention_layernorm(x))
-    output: torch.Tensor = (
-        out[0] if isinstance(out, tuple) else out
-    )  # mixture-of-experts blocks also return router logits
-    return output

@@ -142,6 +142,15 @@ class FusedBackbone(Backbone):
             )
         return out
 
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Backbone.add_norm`, of rows [N, hidden], in one launch."""
+        return self._add_norm(x, delta, norm.weight)
+
+    def feed_forward(self, index: int, normed: torch.Tensor) -> torch.Tensor:
+        """As `Backbone.feed_forward`, in three launches."""
+        layer = self._layers[index]
+        return F.linear(self._gated(F.linear(normed, layer.gate_up)), layer.down)
+
     def _run(self, ids: torch.Tensor, attend: Attend, *, for_output: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream [N, hidden] and what is still to be added to it."""
         x = F.embedding(ids, self.model.model.embed_tokens.weight)
@@ -154,7 +163,7 @@ class FusedBackbone(Backbone):
                 break
             delta = F.linear(context.reshape(len(x), -1), layer.o, layer.o_bias)
             x, normed = self._add_norm(x, delta, layer.middle_norm)
-            delta = F.linear(self._gated(F.linear(normed, layer.gate_up)), layer.down)
+            delta = self.feed_forward(index, normed)
         assert delta is not None or not for_output
         return x, x if delta is None else delta
 
