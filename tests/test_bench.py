@@ -11,6 +11,7 @@ import pytest
 import torch
 from pdllm_store import MemoryStore
 
+from pdllm_rag.bench import query
 from pdllm_rag.bench.corpus import bench_corpus
 from pdllm_rag.bench.machine import Spread, compare, describe, take_turns
 from pdllm_rag.bench.prefill import bench_prefill, random_chunks
@@ -157,6 +158,7 @@ def command(engine: RagEngine, tiny_model: LoadedModel, monkeypatch: pytest.Monk
         "pdllm_rag.bench.query.bench_query",
         lambda *a, shapes, **k: bench_query(*a, **k, shapes=replace(TINY, steps=shapes.steps)),
     )
+    assert tuple(query.SECTIONS) == cli.QUERY_SECTIONS
 
     def run(*argv: str) -> int:
         parser = argparse.ArgumentParser()
@@ -182,8 +184,13 @@ def questions(tmp_path: Path) -> Path:
 def test_query_prints_one_json_object_over_the_answerable_questions(
     command: Callable[..., int], questions: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command("query", "--store", "kb", "--questions", str(questions), "--repeat", "1", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["asks"]["n_questions"] == 1
+    argv = ("query", "--store", "kb", "--questions", str(questions), "--repeat", "1", "--json")
+    assert command(*argv, "--sections", "scoring") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["asks"]["n_questions"] == 1
+    assert set(figures) & set(query.SECTIONS) == {"scoring"}
+    with pytest.raises(SystemExit):
+        command(*argv, "--sections", "scoring,other")
 
 
 def test_query_prints_a_table_and_the_machine(

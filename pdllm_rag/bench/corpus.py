@@ -98,11 +98,12 @@ class _Words:
         self.generator = np.random.default_rng(seed)
         weights = 1 / (np.arange(VOCABULARY) + 2.7)  # Mandelbrot's offset for English
         self._cumulative = np.cumsum(weights / weights.sum())
+        self._words = [_spelled(number) for number in range(VOCABULARY)]
 
     def drawn(self, n: int) -> str:
         """n words with blanks between them."""
         ranks = np.searchsorted(self._cumulative, self.generator.random(n)).tolist()
-        return " ".join(_spelled(rank) for rank in ranks)
+        return " ".join(self._words[rank] for rank in ranks)
 
 
 def _spelled(number: int) -> str:

@@ -16,7 +16,7 @@ work.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -39,6 +39,12 @@ from pdllm_rag.scoring import CandidateScorer, ScoringOptions
 
 QUESTION = "Which instrument did the crew replace on the northern mooring after the storm in March?"
 PARTS = ("load", "draft", "score", "static_kv")  # of a question, on our side
+SECTIONS = {  # what each comparison times
+    "decode": ("vanilla", "static_kv"),
+    "long_context": ("vanilla_long", "static_kv"),
+    "question": ("vanilla_long", *PARTS),
+    "scoring": ("draft", "score", "static_kv"),
+}
 NO_TOKEN = -1  # an end-of-answer id that no model produces
 
 
@@ -68,12 +74,18 @@ class QueryShapes:
 
 
 def bench_query(
-    engine: RagEngine, questions: Sequence[str] = (), *, repeat: int = 5, shapes: QueryShapes | None = None
+    engine: RagEngine,
+    questions: Sequence[str] = (),
+    *,
+    repeat: int = 5,
+    shapes: QueryShapes | None = None,
+    sections: Collection[str] = tuple(SECTIONS),
 ) -> dict[str, Any]:
     """Measure the query side.
 
     Args:
         questions: asked over the engine's store; without any, `asks` is None.
+        sections: what is compared, of `SECTIONS`.
         repeat: counted repetitions of everything; one more goes ahead.
 
     Raises:
@@ -85,14 +97,14 @@ def bench_query(
     if shapes.steps > family.block_len:
         raise ValueError(f"steps is {shapes.steps}; expected at most the {family.block_len} of one block")
     prompt = model.tokenizer.render(family.template, [{"role": "user", "content": QUESTION}])
-    ms = _decodes(model, shapes, repeat, prompt)
+    ms = _decodes(model, shapes, repeat, prompt, {run for name in sections for run in SECTIONS[name]})
     return {
         "machine": describe(model)._asdict(),
         "model": model.spec.name,
         "repeat": repeat,
         "shapes": {**asdict(shapes), "prompt_tokens": len(prompt.ids), "answer_rows": family.block_len},
         "asks": _asks(engine, questions, repeat) if questions else None,
-        **_comparisons(ms, shapes),
+        **_comparisons(ms, shapes, sections),
     }
 
 
@@ -118,8 +130,10 @@ def _asks(engine: RagEngine, questions: Sequence[str], repeat: int) -> dict[str,
     }
 
 
-def _decodes(model: LoadedModel, shapes: QueryShapes, repeat: int, prompt: Prompt) -> dict[str, list[float]]:
-    """Milliseconds of every part that is compared."""
+def _decodes(
+    model: LoadedModel, shapes: QueryShapes, repeat: int, prompt: Prompt, wanted: Collection[str]
+) -> dict[str, list[float]]:
+    """Milliseconds of the parts that are compared."""
     chunks = random_chunks(model, max(shapes.long_chunks, shapes.candidates), shapes.chunk_len, seed=0)
     fingerprint = model.fingerprint("bfloat16")
     encoder = ChunkEncoder(model, fingerprint)
@@ -162,55 +176,55 @@ def _decodes(model: LoadedModel, shapes: QueryShapes, repeat: int, prompt: Promp
         try:
             store.register(fingerprint)
             store.put(fingerprint, encoded)
-            return take_turns(
-                {
-                    "load": lambda: [store.load(meta.chunk_id) for meta, _ in encoded],
-                    "draft": make_draft,
-                    "score": score,
-                    "static_kv": lambda: decode(static_kv, shapes.n_chunks, shapes.steps, kv[: shapes.n_chunks]),
-                    "vanilla": lambda: decode(vanilla, shapes.n_chunks, shapes.steps),
-                    "vanilla_long": lambda: decode(vanilla, shapes.long_chunks, shapes.steps),
-                },
-                repeat,
-                device=model.backbone.device,
-            )
+            runs: dict[str, Callable[[], object]] = {
+                "load": lambda: [store.load(meta.chunk_id) for meta, _ in encoded],
+                "draft": make_draft,
+                "score": score,
+                "static_kv": lambda: decode(static_kv, shapes.n_chunks, shapes.steps, kv[: shapes.n_chunks]),
+                "vanilla": lambda: decode(vanilla, shapes.n_chunks, shapes.steps),
+                "vanilla_long": lambda: decode(vanilla, shapes.long_chunks, shapes.steps),
+            }
+            kept = {name: run for name, run in runs.items() if name in wanted}
+            return take_turns(kept, repeat, device=model.backbone.device)
         finally:
             store.close()
 
 
-def _comparisons(ms: Mapping[str, Sequence[float]], shapes: QueryShapes) -> dict[str, Any]:
+def _comparisons(ms: Mapping[str, Sequence[float]], shapes: QueryShapes, sections: Collection[str]) -> dict[str, Any]:
     short, long = (n * shapes.chunk_len for n in (shapes.n_chunks, shapes.long_chunks))
-    ours = [sum(parts) for parts in zip(*(ms[part] for part in PARTS), strict=True)]
-    selecting = [sum(parts) for parts in zip(ms["draft"], ms["score"], strict=True)]
 
     def per_step(name: str, key: str, context_tokens: int) -> dict[str, Any]:
         values = [value / shapes.steps for value in ms[key]]
         return {"name": name, "context_tokens": context_tokens, "steps": shapes.steps, "ms": values}
 
+    def together(*parts: str) -> list[float]:
+        return [sum(one) for one in zip(*(ms[part] for part in parts), strict=True)]
+
     unit = "ms per denoising step, vanilla / static_kv (gathering its KV included)"
-    question = compare(
-        "ms of a whole question, vanilla over the long context / ours (candidates read, draft, scoring, decoding)",
-        {"name": "vanilla", "context_tokens": long, "steps": shapes.steps, "ms": ms["vanilla_long"]},
-        {"name": ", ".join(PARTS), "context_tokens": short, "steps": shapes.steps, "ms": ours},
-    )
-    return {
-        "decode": compare(
+    makers: dict[str, Callable[[], dict[str, Any]]] = {
+        "decode": lambda: compare(
             f"{unit}, over the same chunks",
             per_step("vanilla", "vanilla", short),
             per_step("static_kv", "static_kv", short),
         ),
-        "long_context": compare(
+        "long_context": lambda: compare(
             f"{unit}, over many chunks / over few",
             per_step("vanilla", "vanilla_long", long),
             per_step("static_kv", "static_kv", short),
         ),
-        "question": {
-            **question,
+        "question": lambda: {
+            **compare(
+                "ms of a whole question, vanilla over the long context / ours (candidates read, draft, scoring, "
+                "decoding)",
+                {"name": "vanilla", "context_tokens": long, "steps": shapes.steps, "ms": ms["vanilla_long"]},
+                {"name": ", ".join(PARTS), "context_tokens": short, "steps": shapes.steps, "ms": together(*PARTS)},
+            ),
             "parts_ms": {part: Spread.of(ms[part]).as_dict() for part in PARTS},
         },
-        "scoring": compare(
+        "scoring": lambda: compare(
             "ms, selecting among the candidates / decoding with static_kv",
-            {"name": "draft, score", "candidates": shapes.candidates, "ms": selecting},
+            {"name": "draft, score", "candidates": shapes.candidates, "ms": together("draft", "score")},
             {"name": "static_kv", "context_tokens": short, "steps": shapes.steps, "ms": ms["static_kv"]},
         ),
     }
+    return {name: makers[name]() for name in SECTIONS if name in sections}

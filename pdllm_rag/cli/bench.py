@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 N_QUESTIONS = 20
+QUERY_SECTIONS = ("decode", "long_context", "question", "scoring")
 SHAPES = {  # layers, key/value heads, head dim
     "demo": (24, 3, 64),
     "fast-dllm-v2-1.5b": (28, 2, 128),
@@ -52,11 +53,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ("repeat", 5, "repetitions"),
         ("candidates", 8, "chunks scored"),
         ("steps", 6, "denoising steps of a decode"),
-        ("long-chunks", 16, "chunks of the long context"),
     ):
         query.add_argument(
             f"--{name}", type=positive_int, default=value, metavar="N", help=f"{what} (default: {value})"
         )
+    query.add_argument(
+        "--sections",
+        type=list_of(_section),
+        default=QUERY_SECTIONS,
+        metavar="A,B",
+        help=f"what is compared, of {', '.join(QUERY_SECTIONS)} (default: all)",
+    )
     query.add_argument("--json", action="store_true", help="print one JSON object")
     query.set_defaults(run=run_query)
     bench_prefill.add_parser(benches)
@@ -64,6 +71,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench_decode.add_parser(benches)
     _add_store_bench(benches)
     _add_corpus_bench(benches)
+
+
+def _section(text: str) -> str:
+    if text not in QUERY_SECTIONS:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected one of {', '.join(QUERY_SECTIONS)}")
+    return text
 
 
 def _add_store_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -125,9 +138,9 @@ def run_query(args: argparse.Namespace) -> int:
     questions = [row.text for row in rows if row.kind == "answerable" and row.context is None][:N_QUESTIONS]
     if rows and not questions:
         raise ValueError(f"{args.questions} holds no answerable question that is asked over a store")
-    shapes = QueryShapes(candidates=args.candidates, steps=args.steps, long_chunks=args.long_chunks)
+    shapes = QueryShapes(candidates=args.candidates, steps=args.steps)
     with open_engine(args) as engine, waiting(args):
-        figures = bench_query(engine, questions, repeat=args.repeat, shapes=shapes)
+        figures = bench_query(engine, questions, repeat=args.repeat, shapes=shapes, sections=args.sections)
     tables = [_query_table(figures)]
     if figures["asks"]:
         tables.append(_asks_table(figures["asks"]))
@@ -220,6 +233,8 @@ def _query_table(figures: dict[str, Any]) -> Table:
         ("question", "whole question", ""),
         ("scoring", f"selecting among {shapes['candidates']} chunks, {shapes['steps']} steps", ""),
     ):
+        if key not in figures:
+            continue
         part = figures[key]
         for place in ("dividend", "divisor"):
             side = part[place]
