@@ -104,7 +104,8 @@ def test_query_compares_decoders_over_equal_steps(engine: RagEngine) -> None:
     assert figures["decode"]["dividend"]["context_tokens"] == figures["decode"]["divisor"]["context_tokens"] == 16
     assert figures["long_context"]["dividend"]["context_tokens"] == 32
     assert figures["shapes"]["steps"] == figures["decode"]["divisor"]["steps"] == 2
-    assert set(figures["question"]["parts_ms"]) == {"load", "draft", "score", "static_kv"}
+    assert set(figures["question"]["parts_ms"]) == {"load", "s_i", "draft", "s_p", "static_kv"}
+    assert is_comparison(figures["scoring"]["s_i"])
     asks = figures["asks"]
     assert (asks["n_questions"], asks["n_asks"]) == (1, 2)
     assert set(asks["ms"]) == {*PHASES, "total"}

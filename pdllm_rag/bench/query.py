@@ -5,8 +5,8 @@
 - long_context: static_kv over a few chunks against vanilla over a context of many, which needs no retrieval
   (cost only: so long a context may be more than the model was trained on);
 - question: the same, but all that a question costs our side (candidates read from disk, a draft, scoring, decoding);
-- scoring: selecting among the candidates against decoding. Selecting is the most that it can come to: s_I, and where
-  the family weighs s_P, making a full draft and scoring it (a question whose best chunk leads clearly is spared both).
+- scoring: selecting among the candidates against decoding: s_I alone, which is all for a question whose best chunk
+  leads clearly, and the most that it can come to, with a full draft made and scored where the family weighs s_P.
 
 Denoising steps are forced: one token is committed at a time and no token ends the answer, so both sides run
 exactly the steps asked for, whatever they decode. Chunks are random tokens: their content does not change the
@@ -38,12 +38,13 @@ from pdllm_rag.placement import plan_offsets
 from pdllm_rag.scoring import CandidateScorer, ScoringOptions
 
 QUESTION = "Which instrument did the crew replace on the northern mooring after the storm in March?"
-PARTS = ("load", "draft", "score", "static_kv")  # of a question, on our side
+SELECTING = ("s_i", "draft", "s_p")
+PARTS = ("load", *SELECTING, "static_kv")  # of a question, on our side
 SECTIONS = {  # what each comparison times
     "decode": ("vanilla", "static_kv"),
     "long_context": ("vanilla_long", "static_kv"),
     "question": ("vanilla_long", *PARTS),
-    "scoring": ("draft", "score", "static_kv"),
+    "scoring": (*SELECTING, "static_kv"),
 }
 NO_TOKEN = -1  # an end-of-answer id that no model produces
 
@@ -164,12 +165,16 @@ def _decodes(
         if draft:
             decode(static_kv, len(kv[:DRAFT_CHUNKS]), 1, kv[:DRAFT_CHUNKS])
 
-    def score() -> None:
+    scorers: list[CandidateScorer] = []  # the latest one last
+
+    def score_question() -> None:
         at_once = len(scoring.estimator.readings(prompt.content))
-        scorer = CandidateScorer(model, prompt, kv, draft_len=len(draft), at_once=at_once)
-        scorer.s_i(scoring.estimator)
+        scorers[:] = [CandidateScorer(model, prompt, kv, draft_len=len(draft), at_once=at_once)]
+        scorers[-1].s_i(scoring.estimator)
+
+    def score_draft() -> None:
         if draft:
-            scorer.s_p([draft] * len(kv))
+            scorers[-1].s_p([draft] * len(kv))
 
     with tempfile.TemporaryDirectory(prefix="pdllm-bench-") as folder:
         store = LMDBStore.open(folder, kv_dtype="bfloat16")
@@ -178,8 +183,9 @@ def _decodes(
             store.put(fingerprint, encoded)
             runs: dict[str, Callable[[], object]] = {
                 "load": lambda: [store.load(meta.chunk_id) for meta, _ in encoded],
+                "s_i": score_question,
                 "draft": make_draft,
-                "score": score,
+                "s_p": score_draft,
                 "static_kv": lambda: decode(static_kv, shapes.n_chunks, shapes.steps, kv[: shapes.n_chunks]),
                 "vanilla": lambda: decode(vanilla, shapes.n_chunks, shapes.steps),
                 "vanilla_long": lambda: decode(vanilla, shapes.long_chunks, shapes.steps),
@@ -199,6 +205,13 @@ def _comparisons(ms: Mapping[str, Sequence[float]], shapes: QueryShapes, section
 
     def together(*parts: str) -> list[float]:
         return [sum(one) for one in zip(*(ms[part] for part in parts), strict=True)]
+
+    def selecting(what: str, *parts: str) -> dict[str, Any]:
+        return compare(
+            f"ms, selecting among the candidates ({what}) / decoding with static_kv",
+            {"name": ", ".join(parts), "candidates": shapes.candidates, "ms": together(*parts)},
+            {"name": "static_kv", "context_tokens": short, "steps": shapes.steps, "ms": ms["static_kv"]},
+        )
 
     unit = "ms per denoising step, vanilla / static_kv (gathering its KV included)"
     makers: dict[str, Callable[[], dict[str, Any]]] = {
@@ -221,10 +234,6 @@ def _comparisons(ms: Mapping[str, Sequence[float]], shapes: QueryShapes, section
             ),
             "parts_ms": {part: Spread.of(ms[part]).as_dict() for part in PARTS},
         },
-        "scoring": lambda: compare(
-            "ms, selecting among the candidates / decoding with static_kv",
-            {"name": "draft, score", "candidates": shapes.candidates, "ms": together("draft", "score")},
-            {"name": "static_kv", "context_tokens": short, "steps": shapes.steps, "ms": ms["static_kv"]},
-        ),
+        "scoring": lambda: {**selecting("all of it", *SELECTING), "s_i": selecting("s_I alone", "s_i")},
     }
     return {name: makers[name]() for name in SECTIONS if name in sections}
