@@ -77,11 +77,15 @@ def told(steps: Iterator[DecodeStep]) -> list[tuple[object, ...]]:
 
 
 def check_against_slow(
-    model: LoadedModel, options: DyLLMOptions, request: DecodeRequest, snapshots: list[Snapshot]
+    model: LoadedModel,
+    options: DyLLMOptions,
+    request: DecodeRequest,
+    snapshots: list[Snapshot],
+    rule: CommitRule = ONE_BY_ONE,
 ) -> DyLLMDecoder:
     assert options.tau is not None
-    slow = SlowDyLLM(model, ONE_BY_ONE, options, options.tau)
-    decoder = DyLLMDecoder(model, ONE_BY_ONE, options)
+    slow = SlowDyLLM(model, rule, options, options.tau)
+    decoder = DyLLMDecoder(model, rule, options)
     assert told(decoder.steps([request])) == told(slow.steps(request))
     assert len(decoder.passes) == len(snapshots) == len(slow.snapshots)
     for ours, theirs, record in zip(snapshots, slow.snapshots, decoder.passes, strict=True):
@@ -104,6 +108,15 @@ def test_it_is_the_slow_reference_token_for_token_and_state_for_state(
     sparse = [one.share for one in decoder.passes if one.rows < one.canvas_rows]
     assert sparse
     assert all(0 < share < 0.9 for share in sparse)
+
+
+def test_there_is_always_room_for_rows_that_were_just_committed(
+    tiny_model: LoadedModel, snapshots: list[Snapshot]
+) -> None:
+    options, rule = replace(SPARSE["capacity"], capacity=0.05), CommitRule(threshold=1.0, steps=3)
+    model = adapted(tiny_model, block_len=8)
+    decoder = check_against_slow(model, options, request_for(model, (9,), max_new_tokens=8), snapshots, rule)
+    assert any(one.recomputed >= 2 and one.left_out for one in decoder.passes)
 
 
 @pytest.mark.parametrize("block_len", [8, 32])

@@ -16,7 +16,7 @@ from tiny import save_tiny_model
 from pdllm_rag import LoadedModel, load_model
 from pdllm_rag.attention.table import ChunkTable
 from pdllm_rag.attention.triton import SplitAttention
-from pdllm_rag.decoding import CommitRule, DecodeRequest, graphed
+from pdllm_rag.decoding import CommitRule, graphed
 from pdllm_rag.decoding.dyllm import DyLLMDecoder, DyLLMOptions
 from pdllm_rag.errors import NumericsError
 
@@ -25,16 +25,16 @@ RULE = CommitRule(threshold=1.0)
 pytestmark = MARKS_OF_KERNELS
 
 
-def plain_model(folder: Path, model_type: str) -> LoadedModel:
+def plain_model(folder: Path, model_type: str, block_len: int) -> LoadedModel:
     """On the CPU: "llama" with logit shift, "qwen3" without and with normed heads."""
     save_tiny_model(folder, model_type=model_type, num_hidden_layers=2, logit_shift=model_type == "llama")
     plain = load_model(str(folder), device="cpu", dtype=torch.float32)
-    return replace(plain, spec=replace(plain.spec, family=replace(plain.spec.family, block_len=BLOCK)))
+    return replace(plain, spec=replace(plain.spec, family=replace(plain.spec.family, block_len=block_len)))
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return plain_model(tmp_path_factory.mktemp("m"), "llama")
+    return plain_model(tmp_path_factory.mktemp("m"), "llama", BLOCK)
 
 
 @pytest.fixture(autouse=True)
@@ -43,31 +43,28 @@ def _small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphed, "CONTEXT_APART", 32)
 
 
-def two_requests(plain: LoadedModel) -> list[DecodeRequest]:
-    """Ragged questions and contexts; one opens a second block while the other goes on in its first, and ends."""
-    return [request_for(plain, (30, 9), 3, 2 * BLOCK), request_for(plain, (), 2, BLOCK, seed=1)]
-
-
 @pytest.mark.parametrize(
-    ("model_type", "options"),
+    ("model_type", "block_len", "steps", "options"),
     [
-        ("llama", DyLLMOptions(tau=0.99, full_steps=1, whole_every=3, capacity=0.4)),
-        ("qwen3", DyLLMOptions(0.9, similarity="refresh", union_committed=False, full_steps=1, capacity=1.0)),
+        ("llama", BLOCK, None, DyLLMOptions(tau=0.99, full_steps=1, whole_every=3, capacity=0.4)),
+        ("qwen3", 3, 2, DyLLMOptions(0.9, similarity="refresh", union_committed=False, full_steps=1, capacity=0.1)),
     ],
-    ids=["shifted, previous, with a bound", "unshifted, refresh, without"],
+    ids=["shifted, previous", "unshifted, refresh, more commits than room"],
 )
 def test_passes_of_fixed_shapes_compute_what_the_plain_ones_do(
-    tmp_path: Path, model_type: str, options: DyLLMOptions
+    tmp_path: Path, model_type: str, block_len: int, steps: int | None, options: DyLLMOptions
 ) -> None:
-    plain = plain_model(tmp_path, model_type)
-    ours = DyLLMDecoder(fused(plain), RULE, options, backend="triton")
-    theirs = DyLLMDecoder(plain, RULE, options)
+    """Ragged questions and contexts; one opens a second block while the other goes on in its first, and ends."""
+    plain = plain_model(tmp_path, model_type, block_len)
+    requests = [request_for(plain, (30, 9), 3, 2 * block_len), request_for(plain, (), 2, block_len, seed=1)]
+    rule = CommitRule(threshold=1.0, steps=steps)
+    ours = DyLLMDecoder(fused(plain), rule, options, backend="triton")
+    theirs = DyLLMDecoder(plain, rule, options)
     assert ours.is_graphed
     assert not theirs.is_graphed
-    steps = list(ours.steps(two_requests(plain)))
-    expected = list(theirs.steps(two_requests(plain)))
-    assert told(iter(steps)) == told(iter(expected))
-    for a, b in zip(steps, expected, strict=True):
+    got, expected = list(ours.steps(requests)), list(theirs.steps(requests))
+    assert told(iter(got)) == told(iter(expected))
+    for a, b in zip(got, expected, strict=True):
         assert a.confidence == pytest.approx(b.confidence, abs=1e-5)
     assert ours.passes == theirs.passes
     assert any(0 < one.recomputed < one.rows for one in ours.passes)
