@@ -20,7 +20,7 @@ from pdllm_rag.decoding.denoise import denoise
 from pdllm_rag.decoding.growing import GrowingKV, Tail
 from pdllm_rag.decoding.pipeline import D2FOptions
 from pdllm_rag.decoding.pipelined import PipelinedCanvas
-from pdllm_rag.decoding.predictions import LogitRows
+from pdllm_rag.decoding.predictions import Predictions
 from pdllm_rag.encoder import ChunkEncoder
 from pdllm_rag.errors import NumericsError
 from pdllm_rag.models import LoadedModel, load_model
@@ -208,13 +208,13 @@ def test_decodes_what_the_published_loop_decodes_alone_and_in_a_batch(
 def tails_of(monkeypatch: pytest.MonkeyPatch) -> list[list[Tail]]:
     """The tails of every pass from now on."""
     seen: list[list[Tail]] = []
-    plain = GrowingKV.logits
+    plain = GrowingKV.run
 
-    def spy(self: GrowingKV, active: Sequence[int], tails: Sequence[Tail]) -> list[LogitRows]:
+    def spy(self: GrowingKV, active: Sequence[int], tails: Sequence[Tail]) -> list[Predictions]:
         seen.append([*tails])
         return plain(self, active, tails)
 
-    monkeypatch.setattr(GrowingKV, "logits", spy)
+    monkeypatch.setattr(GrowingKV, "run", spy)
     return seen
 
 

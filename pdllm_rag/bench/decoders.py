@@ -27,6 +27,7 @@ from pdllm_rag.bench.ceilings import describe_device
 from pdllm_rag.bench.decode_sides import check_family, endless, random_ids, random_kv
 from pdllm_rag.bench.machine import Spread, describe
 from pdllm_rag.decoding import CommitRule, Decoder, DecodeRequest
+from pdllm_rag.decoding.dyllm import DyLLMDecoder, DyLLMOptions
 from pdllm_rag.decoding.kinds import make_decoder
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.placement import Placement
@@ -87,13 +88,22 @@ def by_name(name: str, **options: Any) -> Callable[[LoadedModel, Forced], Decode
     return lambda model, forced: make_decoder(name, model, forced.rule, options)
 
 
+def _dyllm(model: LoadedModel, forced: Forced) -> Decoder:
+    """Every row of a threshold above 1 is salient, and the capacity leaves room for the forced share."""
+    return DyLLMDecoder(model, forced.rule, DyLLMOptions(tau=2.0, capacity=forced.salient))
+
+
 BASELINE = "vanilla"
 CONTENDERS: dict[str, Contender] = {
     BASELINE: Contender(by_name("vanilla", canvas="whole"), lambda _: 1),
     "fast_dllm prefix": Contender(by_name("fast_dllm", cache="prefix"), lambda block: block),
     "fast_dllm dual": Contender(by_name("fast_dllm", cache="dual"), lambda block: block),
+    "dyllm": Contender(_dyllm, lambda block: block),
+    "d2f": Contender(by_name("d2f"), lambda block: block),
     "static_kv, stored context": Contender(by_name("static_kv"), lambda block: block, dense=False),
     "fast_dllm dual, stored context": Contender(by_name("fast_dllm", cache="dual"), lambda block: block, dense=False),
+    "dyllm, stored context": Contender(_dyllm, lambda block: block, dense=False),
+    "d2f, stored context": Contender(by_name("d2f"), lambda block: block, dense=False),
 }
 
 

@@ -24,7 +24,7 @@ from pdllm_rag.attention import ChunkTable, causal_block
 from pdllm_rag.attention.triton import Room, SplitAttention
 from pdllm_rag.context import Context, SequenceLayout, buffers
 from pdllm_rag.decoding.base import Canvas, Sampling
-from pdllm_rag.decoding.predictions import LogitRows
+from pdllm_rag.decoding.predictions import LogitRows, Predictions
 from pdllm_rag.decoding.sampling import Order, Proposal
 from pdllm_rag.models.backbone import Backbone
 from pdllm_rag.models.fused import FusedBackbone
@@ -268,6 +268,15 @@ class GraphedRows:
     def mean_log_p(self, ids: Sequence[int]) -> float | None:
         """See `Predictions.mean_log_p`."""
         return LogitRows(self._step.logits(self._rows[: len(ids)])).mean_log_p(ids) if ids else None
+
+
+def predictions_of(backbone: Backbone, hidden: torch.Tensor, counts: Sequence[int]) -> list[Predictions]:
+    """What hidden rows [M, hidden] say, `counts` rows of one canvas after the other; on a GPU the logits stay there."""
+    raw = backbone.raw_logits(hidden)
+    if raw.device.type == "cpu":
+        return [LogitRows(own) for own in torch.split(backbone.allowed(raw), list(counts))]
+    found = Proposals(backbone, raw)
+    return [GraphedRows(found, own) for own in torch.split(torch.arange(len(raw)), list(counts))]
 
 
 class Step(Protocol):

@@ -14,7 +14,8 @@ import torch
 from pdllm_rag.attends import split_s_attend
 from pdllm_rag.attention import ChunkTable, block_masks
 from pdllm_rag.context import Context, Placed, SequenceLayout, gather
-from pdllm_rag.decoding.predictions import LogitRows
+from pdllm_rag.decoding.graphed import predictions_of
+from pdllm_rag.decoding.predictions import Predictions
 from pdllm_rag.models.backbone import Attend, Backbone
 
 
@@ -42,7 +43,9 @@ class GrowingKV:
 
     Args:
         backbone: runs canvas rows.
+        placed: the chunks of each sequence.
         rooms: most canvas rows of each sequence.
+        backend: a Split-S backend.
     """
 
     def __init__(self, backbone: Backbone, placed: Sequence[Placed], rooms: Sequence[int], backend: str) -> None:
@@ -53,8 +56,8 @@ class GrowingKV:
         self._layout: list[tuple[int, int, tuple[int, ...], int]] = []
         self._attend: Attend | None = None
 
-    def logits(self, active: Sequence[int], tails: Sequence[Tail]) -> list[LogitRows]:
-        """Run the tails of these sequences; the logits of their predicting rows."""
+    def run(self, active: Sequence[int], tails: Sequence[Tail]) -> list[Predictions]:
+        """Run the tails of these sequences: what their predicting rows say."""
         ids = torch.cat([tail.ids for tail in tails]).to(self._backbone.device)
         hidden = self._backbone.hidden(ids, self._attend_over(active, tails))
         asked = []
@@ -63,8 +66,7 @@ class GrowingKV:
             asked.append(known[(tail.predicting - tail.start + 1).to(known.device)])
             if tail.n_final:
                 self._last[index] = own[tail.n_final - 1 : tail.n_final].clone()
-        logits = self._backbone.logits(torch.cat(asked)).cpu()
-        return [LogitRows(own) for own in torch.split(logits, [len(rows) for rows in asked])]
+        return predictions_of(self._backbone, torch.cat(asked), [len(rows) for rows in asked])
 
     def _attend_over(self, active: Sequence[int], tails: Sequence[Tail]) -> Attend:
         layout = [(index, tail.start, tail.blocks, tail.n_after) for index, tail in zip(active, tails, strict=True)]

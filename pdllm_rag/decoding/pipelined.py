@@ -20,7 +20,7 @@ from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep, FinishRea
 from pdllm_rag.decoding.denoise import CommitRule, denoise
 from pdllm_rag.decoding.growing import GrowingKV, Tail
 from pdllm_rag.decoding.pipeline import OPENING, D2FOptions, Phase, advance
-from pdllm_rag.decoding.predictions import LogitRows
+from pdllm_rag.decoding.predictions import Predictions
 from pdllm_rag.decoding.sampling import Proposal
 from pdllm_rag.models.backbone import Backbone
 from pdllm_rag.models.spec import ModelSpec
@@ -102,7 +102,7 @@ class PipelinedCanvas(Canvas):
         return finished
 
     def tail(self) -> Tail:
-        """What the next pass runs."""
+        """What the next pass runs; asked for once before it."""
         bounds = self._bounds(self._last_row())
         ends = [0, *bounds]
         start = ends[self.phases.count(Phase.CACHED)]
@@ -168,8 +168,8 @@ def pipelined(
     ]
     kv = GrowingKV(backbone, placed, [canvas.most_rows for canvas in canvases], backend)
 
-    def forward(active: Sequence[int], _: Sequence[Canvas]) -> list[LogitRows]:
-        return kv.logits(active, [canvases[i].tail() for i in active])
+    def forward(active: Sequence[int], _: Sequence[Canvas]) -> list[Predictions]:
+        return kv.run(active, [canvases[i].tail() for i in active])
 
     def choose(index: int, rows: torch.Tensor, proposal: Proposal) -> torch.Tensor:
         return canvases[index].choose(rows, proposal, rule)

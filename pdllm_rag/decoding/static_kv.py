@@ -23,8 +23,8 @@ from pdllm_rag.attention import causal_block, resolve
 from pdllm_rag.context import Placed, gather, rows_needed
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.denoise import CommitRule, denoise
-from pdllm_rag.decoding.graphed import GraphedRows, GraphedStep, Proposals, Shape, can_capture, checked_out
-from pdllm_rag.decoding.predictions import LogitRows, Predictions
+from pdllm_rag.decoding.graphed import GraphedRows, GraphedStep, Shape, can_capture, checked_out, predictions_of
+from pdllm_rag.decoding.predictions import Predictions
 from pdllm_rag.decoding.sampling import Order
 from pdllm_rag.models.backbone import Attend
 from pdllm_rag.models.fused import FusedBackbone
@@ -133,8 +133,4 @@ def answer_logits(
         rows.append(start - window.start + canvas.prompt_len + open_rows - int(model.spec.logit_shift))
         counts.append(len(open_rows))
         start += len(window)
-    raw = model.backbone.raw_logits(hidden[torch.cat(rows).to(hidden.device)])
-    if raw.device.type == "cpu":
-        return [LogitRows(own) for own in torch.split(model.backbone.allowed(raw), counts)]
-    found = Proposals(model.backbone, raw)
-    return [GraphedRows(found, own) for own in torch.split(torch.arange(len(raw)), counts)]
+    return predictions_of(model.backbone, hidden[torch.cat(rows).to(hidden.device)], counts)
