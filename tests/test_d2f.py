@@ -20,7 +20,7 @@ from pdllm_rag.decoding.denoise import denoise
 from pdllm_rag.decoding.growing import GrowingKV, Tail
 from pdllm_rag.decoding.pipeline import D2FOptions
 from pdllm_rag.decoding.pipelined import PipelinedCanvas
-from pdllm_rag.decoding.predictions import Predictions
+from pdllm_rag.decoding.predictions import LogitRows, Predictions
 from pdllm_rag.encoder import ChunkEncoder
 from pdllm_rag.errors import NumericsError
 from pdllm_rag.models import LoadedModel, load_model
