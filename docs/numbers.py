@@ -28,7 +28,6 @@ def main() -> None:
         "bench_query": ["bench", "query", "--store", store, "--questions", QUESTIONS],
         "bench_prefill": ["bench", "prefill"],
         "bench_store": ["bench", "store"],
-        "reuse": ["eval", "reuse", "--documents", HANDBOOK, "--questions", QUESTIONS],
         "needle_demo": ["eval", "needle", "--chunk-len", "256", "--modes", "chunked,dense", "--dense-trials", "2"],
         "anchors_demo": ["eval", "anchors", "--lengths", "1k,2k", "--chunk-len", "256", "--questions", "2"],
     }

@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdllm_rag.cli.bench_values import list_of
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     ways = _meaningful(ways, model)
     chunk_len = args.chunk_len or model.spec.family.chunk_len
     reader = Reader(model, options, chunk_len=chunk_len)
-    figures: dict[str, Any] = {"data": args.generated or args.data, "sets": {}}
+    figures: dict[str, Any] = {"data": args.generated or Path(args.data).name, "sets": {}}
     with ExitStack() as stack:
         details = stack.enter_context(open(args.details, "w", encoding="utf-8")) if args.details else None
         bar = stack.enter_context(progress_bar(live=on_terminal(sys.stderr) and not args.json))
@@ -160,7 +161,7 @@ def _questions(args: argparse.Namespace) -> dict[str, list[Question]]:
     questions = [question for question in read_questions(args.data) if question.answers][: args.limit]
     if not questions:
         raise ValueError(f"no question of {args.data} has answers; expected some to compare")
-    return {args.data: questions}
+    return {Path(args.data).name: questions}
 
 
 def _meaningful(ways: list[Way], model: LoadedModel) -> list[Way]:
