@@ -180,7 +180,7 @@ class Asking:
         """Sources whose score lies within the window below the best one's; rivals far below it only distract."""
         window = self.score_window(options)
         scores = found.selection.scores
-        if window is None or not scores:
+        if window is None or found.exact or not scores:
             return list(found.sources)
         return [s for s, score in zip(found.sources, scores, strict=True) if score >= scores[0] - window]
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from pdllm_store import (
     ChunkId,
-    ChunkKV,
     ChunkNotFoundError,
     ChunkRef,
     ChunkStore,
@@ -25,32 +24,37 @@ from pdllm_rag import registry
 from pdllm_rag.answer import Answer
 from pdllm_rag.asking import Asking
 from pdllm_rag.cheaper import CheaperFetch
-from pdllm_rag.chunking import is_blank
 from pdllm_rag.clock import Clock
 from pdllm_rag.config import AskOptions
+from pdllm_rag.copies import Copies
 from pdllm_rag.events import EitherEvent, Final, Messages, StreamEvent
 from pdllm_rag.first_stage import BM25Index
+from pdllm_rag.given import Chosen, Given
 from pdllm_rag.ingest import ingest
 from pdllm_rag.mending import Mender
 from pdllm_rag.models.loader import LoadedModel, check_seen, one_device, read_spec
 from pdllm_rag.pool import KVPool
 from pdllm_rag.prefill import InputDocument, Prefiller, PrefillReport, Progress
-from pdllm_rag.reading import Found, Source, matching
-from pdllm_rag.retrieval import Retriever, Selection, needs_scores
+from pdllm_rag.reading import Found, matching, sources_of
+from pdllm_rag.resolving import Asked, Resolver
+from pdllm_rag.retrieval import Retriever
 from pdllm_rag.scoring import ScoringOptions
 from pdllm_rag.stages import FirstStages
 
 MAX_ATTEMPTS = 5  # of retrieving from a store that changes meanwhile
 LOADS = ("store", "auto")  # where KV comes from that is not in memory
-PASTED = "<context>"  # doc_id of chunks that came with the question
 
 
 class Retrieved(NamedTuple):
-    """A chunk that retrieval chose, best first. `score` is the mean log-likelihood s (0.0 when nothing was scored)."""
+    """A chunk that retrieval chose, best first. `score` is the mean log-likelihood s (0.0 when nothing was scored).
+
+    margin: how far the best candidate stands above their median, the same for all chunks of a question; or None.
+    """
 
     ref: ChunkRef
     score: float
     text: str
+    margin: float | None = None
 
 
 class RagEngine:
@@ -88,6 +92,9 @@ class RagEngine:
         stages = FirstStages(model, store, self.fingerprint, self._index)
         self._retriever = Retriever(model, stages, self._pool, scoring or ScoringOptions())
         self._asking = Asking(model, self._pool, chunk_len)
+        self._given = Given(store, self.fingerprint, self._index, self._prefiller, self._retriever)
+        asked: Asked = "question" if model.spec.family.bare_questions else "prompt"
+        self.resolver = Resolver(Copies(store, self.fingerprint, self._index), asked)
 
     @classmethod
     def open(
@@ -198,14 +205,18 @@ class RagEngine:
 
     def delete(self, doc_id: str) -> bool:
         """Delete a document: its chunks, KV, index entries and cached copies; False if there is none."""
-        deleted = self.store.delete_document(self.fingerprint, doc_id)
+        return bool(self.delete_all([doc_id]))
+
+    def delete_all(self, doc_ids: Iterable[str]) -> list[str]:
+        """Delete these documents as `delete` does, at the cost of one change of the index; those that there were."""
+        deleted = [doc_id for doc_id in doc_ids if self.store.delete_document(self.fingerprint, doc_id)]
         self._pool.retain(self._index.chunk_ids())
         return deleted
 
     # -- questions ---------------------------------------------------------------------------------------------
 
     def retrieve(self, question: str, k: int | None = None, **changes: Any) -> list[Retrieved]:
-        """The k best chunks for a question, best first.
+        """The k best chunks for a question, best first; with `score_window` (None: the family's) only those within it.
 
         Raises:
             DocumentNotFoundError: the store is empty; StoreMismatchError: it holds another model's documents only.
@@ -214,16 +225,19 @@ class RagEngine:
         options = self.options.with_changes({**changes, **({} if k is None else {"k": k})})
         self._asking.prompt(question, options)
         found = self._find(question, options, Clock())
+        scores = found.selection.scores
+        window = self._asking.score_window(options) if "score_window" in changes else None
         return [
-            Retrieved(source.ref, score, source.text)
-            for source, score in zip(found.sources, found.selection.scores, strict=True)
+            Retrieved(source.ref, score, source.text, found.selection.margin)
+            for source, score in zip(found.sources, scores, strict=True)
+            if window is None or score >= scores[0] - window
         ]
 
     def answer(
         self,
         question: str | Messages,
         *,
-        chunk_ids: Sequence[ChunkId | str] | None = None,
+        chunk_ids: Sequence[ChunkId | str | Chosen] | None = None,
         context: str | Sequence[str] | None = None,
         options: AskOptions | None = None,
         **changes: Any,
@@ -232,8 +246,8 @@ class RagEngine:
 
         Args:
             question: text, or messages {"role", "content"} that end with the user's question.
-            chunk_ids: read exactly these stored chunks (bytes or hex) instead of retrieving.
-            context: read this text, encoded now and not stored, instead of the store.
+            chunk_ids: read exactly these stored chunks (bytes, hex or `given.Chosen`) instead of retrieving.
+            context: read these texts, encoded now and not stored, instead of the store, or beside `chunk_ids`.
             options, changes: options of this call; `changes` win.
 
         Raises:
@@ -248,25 +262,26 @@ class RagEngine:
         self,
         question: str | Messages,
         *,
-        chunk_ids: Sequence[ChunkId | str] | None = None,
+        chunk_ids: Sequence[ChunkId | str | Chosen] | None = None,
         context: str | Sequence[str] | None = None,
         options: AskOptions | None = None,
         **changes: Any,
     ) -> Iterator[StreamEvent]:
         """As `answer`, as events: text that is final, denoising steps, and the answer last."""
         chosen = (options or self.options).with_changes(changes)
-        if chunk_ids is not None and context is not None:
-            raise ValueError("chunk_ids and context were both given; expected at most one of them")
         if chosen.filter and (chunk_ids is not None or context is not None):
             raise ValueError("filter was given beside chunk_ids or context; it applies to retrieval only")
 
         def find(text: str, clock: Clock) -> Found:
-            if context is not None:
-                texts = [context] if isinstance(context, str) else context
-                return self._pasted(texts, text, chosen, clock)
+            stored = pasted = None
             if chunk_ids is not None:
-                return self._mender.run(lambda: self._given(chunk_ids))
-            return self._find(text, chosen, clock)
+                stored = self._mender.run(lambda: self._given.stored(chunk_ids))
+            if context is not None:
+                window = self._asking.score_window(chosen)
+                pasted = self._given.pasted(context, text, chosen.k, clock, score_window=window)
+            if stored and pasted:
+                return self._given.together(stored, pasted)
+            return stored or pasted or self._find(text, chosen, clock)
 
         return self._asking.events(question, chosen, find)
 
@@ -325,62 +340,11 @@ class RagEngine:
             first_stage=options.first_stage,
             rank_weight=options.rank_weight,
         )
-        sources = self._sources(selection.refs)
+        sources = sources_of(self.store, self.fingerprint, selection.refs)
         with clock.phase("load"):
             acquired = self._pool.acquire([ref.chunk_id for ref in selection.refs])
         recomputed = selection.recomputed | acquired.recomputed
         return Found(sources, selection._replace(recomputed=recomputed), acquired.kv)
-
-    def _given(self, chunk_ids: Sequence[ChunkId | str]) -> Found:
-        if isinstance(chunk_ids, (str, bytes)):
-            raise ValueError("chunk_ids is a single id; expected a list of them")
-        wanted = [_chunk_id(c) for c in chunk_ids]
-        refs = tuple(self._index.refs_of(wanted))
-        known = {ref.chunk_id for ref in refs}
-        unknown = [c.hex() for c in wanted if c not in known]
-        if unknown:
-            raise DocumentNotFoundError(
-                f"chunk {unknown[0]} belongs to no document of this model in {self.store.path}; "
-                "expected ids from retrieve() or `pdllm store list --json`"
-            )
-        return Found(self._sources(refs), Selection.unscored(refs), {}, exact=True)
-
-    def _pasted(self, texts: Sequence[str], question: str, options: AskOptions, clock: Clock) -> Found:
-        sources: list[Source] = []
-        kv: dict[ChunkId, ChunkKV] = {}
-        with clock.phase("load"):
-            pieces = [text for text in dict.fromkeys(texts) if not is_blank(text)]
-            for number, text in enumerate(pieces or texts, start=1):
-                name = PASTED if number == 1 else f"{PASTED[:-1]} {number}>"
-                document, chunks = self._prefiller.encode_text(name, text)
-                for batch in self._prefiller.encoder.batches(list(chunks.values())):
-                    kv |= {meta.chunk_id: chunk for meta, chunk in batch}
-                for ref in document.chunks:
-                    quote = text[ref.char_start : ref.char_end]
-                    sources.append(Source(ref, chunks[ref.chunk_id].tolist(), quote))
-        refs = [source.ref for source in sources]
-        if needs_scores(len(refs), options.k, self._asking.score_window(options)):
-            kvs = [kv[ref.chunk_id] for ref in refs]
-            selection = self._retriever.rank(question, refs, kvs, options.k, clock)
-        else:
-            selection = Selection.unscored(refs)
-        computed = frozenset(ref.chunk_id for ref in selection.refs)
-        by_ref = {source.ref: source for source in sources}
-        return Found([by_ref[ref] for ref in selection.refs], selection._replace(recomputed=computed), kv)
-
-    def _sources(self, refs: Sequence[ChunkRef]) -> list[Source]:
-        documents = {doc_id: self.store.document(self.fingerprint, doc_id) for doc_id in {r.doc_id for r in refs}}
-        stale = [ref for ref in refs if ref not in documents[ref.doc_id].chunks]
-        if stale:
-            raise DocumentNotFoundError(f"document {stale[0].doc_id!r} was replaced while it was read; ask again")
-        return [
-            Source(
-                ref,
-                self.store.meta(ref.chunk_id).token_ids.tolist(),
-                documents[ref.doc_id].text[ref.char_start : ref.char_end],
-            )
-            for ref in refs
-        ]
 
     def _explain_empty(self) -> None:
         others = [f for f in self.store.fingerprints() if f.digest != self.fingerprint.digest]
@@ -396,10 +360,3 @@ class RagEngine:
         raise DocumentNotFoundError(
             f"store {self.store.path} holds no documents; add some with `pdllm prefill PATH --store {self.store.path}`"
         )
-
-
-def _chunk_id(given: ChunkId | str) -> ChunkId:
-    try:
-        return bytes.fromhex(given) if isinstance(given, str) else bytes(memoryview(given))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"chunk id {given!r} is no hexadecimal text; expected 32 hex digits or 16 bytes") from error

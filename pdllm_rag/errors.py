@@ -10,6 +10,7 @@ PdllmError                        (pdllm_store.errors)
 |   `-- UnreadableDocumentError   missing, too large, binary, encrypted, broken or of an unknown encoding
 |-- RequestError
 |   |-- FirstStageError           the user's own first stage gave what the store does not hold
+|   |-- UnmatchedContextError     a prompt holds context that is in no stored chunk, which the caller forbade
 |   |-- ContextWindowError        question, chunks and answer do not fit the model's window
 |   `-- GenerationCancelled       the caller stopped the generation
 `-- NumericsError                 the model gave logits that are not finite
@@ -29,6 +30,7 @@ __all__ = [
     "PdllmError",
     "RequestError",
     "UnknownModelError",
+    "UnmatchedContextError",
     "UnreadableDocumentError",
 ]
 
@@ -63,6 +65,10 @@ class RequestError(PdllmError):
 
 class FirstStageError(RequestError):
     """The user's own first stage gave something malformed, or something that the store does not hold."""
+
+
+class UnmatchedContextError(RequestError):
+    """A prompt holds context that is in no stored chunk, and the caller wanted none."""
 
 
 class ContextWindowError(RequestError):

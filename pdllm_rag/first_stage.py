@@ -20,6 +20,7 @@ from pdllm_store import ChunkId, ChunkRef, ChunkStore, DocumentNotFoundError, Mo
 
 from pdllm_rag.lexical_file import FileUnusableError, LexicalFile
 from pdllm_rag.lexical_tables import LexicalTables, doc_key
+from pdllm_rag.squeezing import imprint
 
 logger = logging.getLogger(__name__)
 
@@ -74,19 +75,19 @@ class BM25Index:
                 found.setdefault(candidate.ref.chunk_id, candidate)
             return list(found.values())
 
-        return self._ask(best)
+        return self.ask(best)
 
     def size(self) -> int:
         """Chunks indexed now."""
-        return self._ask(LexicalTables.size)
+        return self.ask(LexicalTables.size)
 
     def chunk_ids(self) -> set[ChunkId]:
         """Chunks indexed now."""
-        return self._ask(LexicalTables.chunk_ids)
+        return self.ask(LexicalTables.chunk_ids)
 
     def doc_ids(self) -> set[str]:
         """Documents indexed now."""
-        return self._ask(lambda tables: {ref.doc_id for _, ref in tables.all_refs(None)})
+        return self.ask(lambda tables: {ref.doc_id for _, ref in tables.all_refs(None)})
 
     def refs_of(self, chunk_ids: Iterable[ChunkId]) -> list[ChunkRef]:
         """The first place of each distinct chunk in document order, in the order given; unknown ids are left out."""
@@ -95,7 +96,7 @@ class BM25Index:
         def first(tables: LexicalTables) -> list[ChunkRef]:
             return [ref for chunk_id in wanted if (ref := tables.first_ref(chunk_id)) is not None]
 
-        return self._ask(first)
+        return self.ask(first)
 
     @property
     def generation(self) -> int | None:
@@ -110,7 +111,7 @@ class BM25Index:
 
     # -- in step -----------------------------------------------------------------------------------------------
 
-    def _ask(self, read: Callable[[LexicalTables], T]) -> T:
+    def ask(self, read: Callable[[LexicalTables], T]) -> T:
         """What `read` finds in tables that are in step with the store."""
         folder = self._store.derived_dir if self._file_is_usable else None  # asked each time: it may have been removed
         if folder is not None:
@@ -161,8 +162,9 @@ class BM25Index:
 
     def _insert(self, tables: LexicalTables, doc_id: str, digest: bytes) -> None:
         document = self._store.document(self._fingerprint, doc_id)
-        bodies = ((ref, folded(document.text[ref.char_start : ref.char_end])) for ref in document.chunks)
-        tables.insert(doc_id, digest, folded(doc_id), bodies)
+        texts = ((ref, document.text[ref.char_start : ref.char_end]) for ref in document.chunks)
+        chunks = ((ref, folded(text), imprint(text)) for ref, text in texts)
+        tables.insert(doc_id, digest, folded(doc_id), chunks)
 
 
 def _ranked(tables: LexicalTables, words: Sequence[str], doc_ids: Collection[str] | None) -> Iterator[Candidate]:

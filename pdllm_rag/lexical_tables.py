@@ -2,6 +2,7 @@
 
 - `documents` has a row for each indexed document, with a digest of what was indexed of it;
 - `refs` has a row for each chunk of a document, under the number that its words have in `words`;
+- `imprints` has under the same number what finds a copy of the chunk's text in another text (`squeezing`);
 - `state` says for which model this is and which generation of the store it follows.
 
 Document ids are kept as UTF-8 bytes: SQLite orders those as Python orders texts, and lone surrogates fit in. `words`
@@ -19,7 +20,9 @@ from typing import Any, Literal, NamedTuple
 
 from pdllm_store import ChunkId, ChunkRef
 
-LAYOUT = 1  # raised whenever a table, or the folding of words, changes its meaning
+from pdllm_rag.squeezing import Imprint
+
+LAYOUT = 2  # raised whenever a table, the folding of words, or imprints, change their meaning
 TITLE_WEIGHT = 0.5
 _BATCH = 500  # parameters of one statement; SQLite's own limit is 32,766, or 999 in old builds
 
@@ -30,6 +33,8 @@ _SCHEMA = (
     "chunk_id BLOB NOT NULL, char_start INTEGER NOT NULL, char_end INTEGER NOT NULL, page INTEGER, seal INTEGER)",
     "CREATE UNIQUE INDEX refs_by_place ON refs (document, ordinal)",
     "CREATE INDEX refs_by_chunk ON refs (chunk_id)",
+    "CREATE TABLE imprints (id INTEGER PRIMARY KEY, anchor INTEGER, n_signs INTEGER, digest INTEGER)",
+    "CREATE INDEX imprints_by_anchor ON imprints (anchor)",
     "CREATE VIRTUAL TABLE words USING fts5(body, title, tokenize='porter unicode61 remove_diacritics 2')",
 )
 _COLUMNS = "r.id, r.seal, d.doc_id, r.ordinal, r.chunk_id, r.char_start, r.char_end, r.page"
@@ -140,19 +145,21 @@ class LexicalTables:
 
     def delete(self, document: int) -> None:
         """Take a document out, by its number."""
-        self.run("DELETE FROM words WHERE rowid IN (SELECT id FROM refs WHERE document = ?)", (document,))
+        for table, key in (("words", "rowid"), ("imprints", "id")):
+            self.run(f"DELETE FROM {table} WHERE {key} IN (SELECT id FROM refs WHERE document = ?)", (document,))
         self.run("DELETE FROM refs WHERE document = ?", (document,))
         self.run("DELETE FROM documents WHERE id = ?", (document,))
         self.run("UPDATE state SET unclean = 1")
 
-    def insert(self, doc_id: str, digest: bytes, title: str, chunks: Iterable[tuple[ChunkRef, str]]) -> None:
-        """Put in a document that is not there: its folded title, and its chunks with their folded texts."""
+    def insert(self, doc_id: str, digest: bytes, title: str, chunks: Iterable[tuple[ChunkRef, str, Imprint]]) -> None:
+        """Put in a document that is not there: its folded title, and its chunks with folded texts and imprints."""
         document = self.run("INSERT INTO documents (doc_id, digest) VALUES (?, ?)", (doc_key(doc_id), digest))
-        for ref, body in chunks:
+        for ref, body, imprint in chunks:
             number = self.run("INSERT INTO words (body, title) VALUES (?, ?)", (body, title))
             fields = (ref.ordinal, ref.chunk_id, ref.char_start, ref.char_end, ref.page)
             seal = _seal(number, doc_key(doc_id), *fields)
             self.run("INSERT INTO refs VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (number, document, *fields, seal))
+            self.run("INSERT INTO imprints VALUES (?, ?, ?, ?)", (number, *imprint))
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -182,6 +189,15 @@ class LexicalTables:
         if len(found) != len(numbers):
             raise LexicalError(f"{len(numbers) - len(found)} rows of words stand in no document")
         return sorted(found, key=lambda entry: entry.ref)
+
+    def imprints(self, anchors: Sequence[int]) -> Iterator[tuple[int, Imprint]]:
+        """Number and imprint of every chunk with one of these anchors."""
+        for start in range(0, len(anchors), _BATCH):
+            batch = anchors[start : start + _BATCH]
+            marks = ", ".join("?" * len(batch))
+            query = f"SELECT id, anchor, n_signs, digest FROM imprints WHERE anchor IN ({marks})"
+            for number, *fields in self._rows(query, batch):
+                yield number, Imprint(*fields)
 
     def all_refs(self, doc_ids: Collection[str] | None = None) -> Iterator[IndexedRef]:
         """Every ref, or those of these documents, in document order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pdllm_store import ChunkKV, ChunkRef, DocumentInfo
+from pdllm_store import ChunkId, ChunkKV, ChunkRef, ChunkStore, DocumentInfo, DocumentNotFoundError, ModelFingerprint
 
 from pdllm_rag.placement import Placement
 from pdllm_rag.retrieval import Selection
@@ -26,6 +26,7 @@ class Found(NamedTuple):
     selection: Selection
     kv: Mapping[bytes, ChunkKV]
     exact: bool = False  # exactly these were asked for: none may be left out
+    alone: bool = False  # nothing was looked for: the model answers without documents
 
 
 class Reading(NamedTuple):
@@ -48,6 +49,26 @@ class Reading(NamedTuple):
         return self.n_tokens() - sum(len(source.token_ids) for source in self.fresh)
 
 
+def sources_of(store: ChunkStore, fingerprint: ModelFingerprint, refs: Sequence[ChunkRef]) -> list[Source]:
+    """The chunks with their tokens and texts.
+
+    Raises:
+        DocumentNotFoundError: a document was deleted or replaced since; RecordDamagedError.
+    """
+    documents = {doc_id: store.document(fingerprint, doc_id) for doc_id in {ref.doc_id for ref in refs}}
+    stale = [ref for ref in refs if ref not in documents[ref.doc_id].chunks]
+    if stale:
+        raise DocumentNotFoundError(f"document {stale[0].doc_id!r} was replaced while it was read; ask again")
+    return [
+        Source(
+            ref,
+            store.meta(ref.chunk_id).token_ids.tolist(),
+            documents[ref.doc_id].text[ref.char_start : ref.char_end],
+        )
+        for ref in refs
+    ]
+
+
 def matching(documents: Iterable[DocumentInfo], wanted: Mapping[str, Any]) -> set[str]:
     """Ids of documents with this metadata; doc_id and source count as metadata, values compare as text."""
     return {
@@ -58,3 +79,11 @@ def matching(documents: Iterable[DocumentInfo], wanted: Mapping[str, Any]) -> se
             for key, value in wanted.items()
         )
     }
+
+
+def chunk_id_of(given: ChunkId | str) -> ChunkId:
+    """An id given as bytes or as hex."""
+    try:
+        return bytes.fromhex(given) if isinstance(given, str) else bytes(memoryview(given))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"chunk id {given!r} is no hexadecimal text; expected 32 hex digits or 16 bytes") from error

@@ -24,6 +24,8 @@ LAYERS = (
         "pdllm_rag.clock",
         "pdllm_rag.placement",
         "pdllm_rag.numerics",
+        "pdllm_rag.squeezing",
+        "pdllm_rag.templates",
         "pdllm_rag.lexical_tables",
         "pdllm_rag.lexical_file",
     ),
@@ -44,14 +46,22 @@ LAYERS = (
     ("pdllm_rag.sketches", "pdllm_rag.foreign", "pdllm_rag.fusion", "pdllm_rag.drafts", "pdllm_rag.evidence"),
     ("pdllm_rag.stages",),
     ("pdllm_rag.retrieval", "pdllm_rag.mending", "pdllm_rag.transcript", "pdllm_rag.answer", "pdllm_rag.config"),
-    ("pdllm_rag.events", "pdllm_rag.reading"),
+    ("pdllm_rag.events", "pdllm_rag.reading", "pdllm_rag.copies"),
+    ("pdllm_rag.resolving", "pdllm_rag.given"),
     ("pdllm_rag.asking", "pdllm_rag.registry"),
     ("pdllm_rag.engine",),
-    ("pdllm_rag.evaluation", "pdllm_rag.bench"),
+    ("pdllm_rag.evaluation", "pdllm_rag.bench", "pdllm_rag.components"),
     ("pdllm_rag.cli",),
-    ("langchain_pdllm", "llama_index.llms.pdllm", "llama_index.retrievers.pdllm"),
+    ("langchain_pdllm", "llama_index.llms.pdllm"),
+    ("llama_index.retrievers.pdllm",),
+    ("llama_index.vector_stores.pdllm",),
 )
-FOLDERS = {"pdllm_store": ROOT / "store", "pdllm_rag": ROOT, "langchain_pdllm": ROOT / "integrations"}
+FOLDERS = {
+    "pdllm_store": ROOT / "store",
+    "pdllm_rag": ROOT,
+    "langchain_pdllm": ROOT / "integrations",
+    "llama_index": ROOT / "integrations",
+}
 
 
 def source_files() -> list[tuple[str, Path]]:

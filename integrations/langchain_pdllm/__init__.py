@@ -1,4 +1,4 @@
-"""LangChain components of pdllm-rag: a chat model that answers from a chunk-KV store, and its retriever."""
+"""LangChain components of pdllm-rag: models that answer from a chunk-KV store, its retriever, and its index."""
 
 from __future__ import annotations
 
@@ -7,12 +7,31 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from langchain_pdllm.chat_models import ChatPDLLM
+    from langchain_pdllm.indexes import PDLLMDocumentIndex, PDLLMRecordManager
+    from langchain_pdllm.llms import PDLLM
     from langchain_pdllm.messages import as_message
     from langchain_pdllm.retrievers import PDLLMRetriever
+    from langchain_pdllm.text_splitters import PDLLMTextSplitter
 
-__all__ = ["ChatPDLLM", "PDLLMRetriever", "as_message"]
+__all__ = [
+    "PDLLM",
+    "ChatPDLLM",
+    "PDLLMDocumentIndex",
+    "PDLLMRecordManager",
+    "PDLLMRetriever",
+    "PDLLMTextSplitter",
+    "as_message",
+]
 
-_HOMES = {"ChatPDLLM": "chat_models", "PDLLMRetriever": "retrievers", "as_message": "messages"}
+_HOMES = {
+    "PDLLM": "llms",
+    "ChatPDLLM": "chat_models",
+    "PDLLMDocumentIndex": "indexes",
+    "PDLLMRecordManager": "indexes",
+    "PDLLMRetriever": "retrievers",
+    "PDLLMTextSplitter": "text_splitters",
+    "as_message": "messages",
+}
 
 
 def __getattr__(name: str) -> object:

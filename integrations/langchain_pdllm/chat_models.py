@@ -5,38 +5,45 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams
-from langchain_core.messages import AIMessageChunk, BaseMessage
+from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.tools import BaseTool
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict
 
-from langchain_pdllm._component import ASK_OPTIONS, AskComponent
+from langchain_pdllm._documents import as_part
 from langchain_pdllm.messages import answer_message, delta_message, final_message, read_messages
+from pdllm_rag.components.answering import AnswerComponent, Request
 
 if TYPE_CHECKING:
     from pdllm_rag.events import StreamEvent
+    from pdllm_rag.resolving import Part
 
 
-class ChatPDLLM(AskComponent, BaseChatModel):
+class ChatPDLLM(AnswerComponent, BaseChatModel):
     """Answers the last human message from a chunk-KV store, with citations.
 
-    It retrieves by itself, unless the messages come from `as_message` or the call names `chunk_ids`: then exactly
-    those chunks are read. Every field from `k` to `abstain`, and `chunk_ids`, can be given per call, by `bind` or as a
-    keyword, and wins there. The answer's text is `message.text`; its content is one text block with citation
-    annotations, which `response_metadata["citations"]` repeats as plain dictionaries.
+    What it reads: the documents of a call (`chunks=`) or of `as_message`; else the stored chunks whose text a prompt
+    template has pasted into the messages, and other context that stands there (`on_unmatched`); else it retrieves by
+    itself. Every field from `k` to `timeout` can be given per call, by `bind` or as a keyword, and wins there; a call
+    also takes `chunks` (documents or chunk ids), `context` (texts) and `cancel` (a `threading.Event`).
 
-    Usage counts the context tokens that the store served as `cache_read` and those computed for this answer as
-    `cache_creation`; both are part of `input_tokens`.
+    The answer's text is `message.text`; its content is one text block with citation annotations, which
+    `response_metadata["citations"]` repeats as plain dictionaries. Usage counts the context tokens that the store
+    served as `cache_read` and those computed for this answer as `cache_creation`; both are part of `input_tokens`.
 
-    Left out: tool calling and structured output; parts of messages that are not text; document text pasted into a
-    prompt is read as part of the question and not replaced by its stored KV.
+    `max_retries` and `api_key` are accepted, because generic code gives them to every chat model; a local model has no
+    use for them. Left out: tool calling and structured output; parts of messages that are not text.
     """
 
     model_config = ConfigDict(extra="forbid")  # LangChain's base would ignore a mistyped option
+
+    streaming: bool = False
+    max_retries: int | None = None
+    api_key: Annotated[None, BeforeValidator(lambda _: None)] = None
 
     @property
     def _llm_type(self) -> str:
@@ -44,7 +51,7 @@ class ChatPDLLM(AskComponent, BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return {**self.identity(), **{name: getattr(self, name) for name in ASK_OPTIONS}}
+        return self.identifying_params()
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
@@ -81,9 +88,9 @@ class ChatPDLLM(AskComponent, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002
         **kwargs: Any,
     ) -> ChatResult:
-        turns, arguments = self._request(messages, stop, kwargs)
-        answer = self.opened().answer(turns, **arguments)
-        return ChatResult(generations=[ChatGeneration(message=answer_message(answer))])
+        request = self._request(messages, stop, kwargs)
+        answer = request.engine.answer(request.turns, **request.arguments)
+        return ChatResult(generations=[ChatGeneration(message=answer_message(answer, request))])
 
     async def _agenerate(
         self,
@@ -92,10 +99,9 @@ class ChatPDLLM(AskComponent, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,  # noqa: ARG002
         **kwargs: Any,
     ) -> ChatResult:
-        turns, arguments = self._request(messages, stop, kwargs)
-        engine = await asyncio.to_thread(self.opened)
-        answer = await engine.aanswer(turns, **arguments)
-        return ChatResult(generations=[ChatGeneration(message=answer_message(answer))])
+        request = await asyncio.to_thread(self._request, messages, stop, kwargs)
+        answer = await request.engine.aanswer(request.turns, **request.arguments)
+        return ChatResult(generations=[ChatGeneration(message=answer_message(answer, request))])
 
     def _stream(
         self,
@@ -104,11 +110,10 @@ class ChatPDLLM(AskComponent, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        turns, arguments = self._request(messages, stop, kwargs)
-        for event in self.opened().stream(turns, **arguments):
-            message = _chunk(event)
-            if message is not None:
-                chunk = ChatGenerationChunk(message=message)
+        request = self._request(messages, stop, kwargs)
+        for event in request.engine.stream(request.turns, **request.arguments):
+            chunk = _chunk(event, request)
+            if chunk is not None:
                 if run_manager is not None:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
@@ -120,29 +125,29 @@ class ChatPDLLM(AskComponent, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        turns, arguments = self._request(messages, stop, kwargs)
-        engine = await asyncio.to_thread(self.opened)
-        stream = engine.astream(turns, **arguments)
+        request = await asyncio.to_thread(self._request, messages, stop, kwargs)
+        stream = request.engine.astream(request.turns, **request.arguments)
         async with aclosing(stream) as events:  # leaving early must stop the decoding now, not at garbage collection
             async for event in events:
-                message = _chunk(event)
-                if message is not None:
-                    chunk = ChatGenerationChunk(message=message)
+                chunk = _chunk(event, request)
+                if chunk is not None:
                     if run_manager is not None:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
 
-    def _request(
-        self, messages: Sequence[BaseMessage], stop: list[str] | None, given: dict[str, Any]
-    ) -> tuple[list[dict[str, str]], dict[str, Any]]:
-        """Turns and arguments of `engine.answer`; chunks that the call names win over those of the messages."""
+    def _request(self, messages: Sequence[BaseMessage], stop: list[str] | None, given: dict[str, Any]) -> Request:
         reading = read_messages(messages)
-        return reading.turns, self.ask_options({"chunk_ids": reading.chunk_ids, "stop": stop, **given})
+        given = {name: value for name, value in given.items() if name != "stream"}  # LangChain has acted on it
+        return self.request(reading.turns, reading.parts, {"stop": stop, **given})
+
+    def part(self, chunk: Any) -> Part:
+        """A document, or a chunk's id."""
+        return as_part(chunk) or super().part(chunk)
 
 
-def _chunk(event: StreamEvent) -> AIMessageChunk | None:
+def _chunk(event: StreamEvent, request: Request) -> ChatGenerationChunk | None:
     from pdllm_rag.events import Final, TextDelta
 
     if isinstance(event, TextDelta):
-        return delta_message(event.text)
-    return final_message(event.answer) if isinstance(event, Final) else None
+        return ChatGenerationChunk(message=delta_message(event.text))
+    return ChatGenerationChunk(message=final_message(event.answer, request)) if isinstance(event, Final) else None

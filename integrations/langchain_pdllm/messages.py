@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -18,64 +17,65 @@ from langchain_core.messages import (
 )
 from langchain_core.messages.content import Citation as CitationBlock
 
-from langchain_pdllm._component import Usage
+from pdllm_rag.components.answering import Request, Usage, document_part
 
 if TYPE_CHECKING:
-    from pdllm_rag.answer import Answer, AnswerStats, Citation
+    from pdllm_rag.answer import Answer, Citation
+    from pdllm_rag.resolving import Part
 
-_CHUNK_ID = re.compile(r"[0-9a-f]{32}")
 _ROLES = ("system", "user", "assistant")
+_SAID = ("chunk_id", "score", "margin")  # metadata that `PDLLMRetriever` gives and an answer uses
 
 
 class Reading(NamedTuple):
-    """What messages ask: turns {"role", "content"}, and the ids of the chunks to read, None to retrieve them."""
+    """What messages ask: turns {"role", "content"}, and the documents that they bring along as such, None for none."""
 
     turns: list[dict[str, str]]
-    chunk_ids: list[str] | None
+    parts: list[Part] | None
 
 
 def as_message(docs: Sequence[Document], question: str) -> HumanMessage:
-    """A question about exactly these documents of `PDLLMRetriever`, for `ChatPDLLM`.
+    """A question about exactly these documents, for `ChatPDLLM`.
 
-    Each document becomes a text block with `extras={"chunk_id": ...}`: `ChatPDLLM` reads the stored chunk of that id,
-    other chat models read the text. Without documents `ChatPDLLM` answers that there is nothing to read.
-
-    Raises:
-        ValueError: a document whose id is no chunk id.
+    Each document becomes a text block whose `extras` name its chunk, so that `ChatPDLLM` reads the stored one; other
+    chat models read the text. Documents of another retriever are looked for in the store by their text. Without
+    documents `ChatPDLLM` answers that there is nothing to read.
     """
-    blocks: list[str | dict[str, Any]] = [
-        {"type": "text", "text": doc.page_content, "extras": {"chunk_id": _checked(doc.id)}} for doc in docs
-    ]
+    blocks: list[str | dict[str, Any]] = []
+    for doc in docs:
+        extras = {name: doc.metadata[name] for name in _SAID if name in doc.metadata}
+        blocks.append({"type": "text", "text": doc.page_content, "extras": {"chunk_id": None, **extras}})
     blocks.append({"type": "text", "text": question, "extras": {"n_chunks": len(docs)}})
     return HumanMessage(content=blocks)
 
 
 def read_messages(messages: Sequence[BaseMessage]) -> Reading:
-    """Turns and chunk references of a conversation; the chunks of all its messages are read, each once.
+    """Turns and documents of a conversation. Blocks of `as_message` and "text-plain" blocks are documents.
 
     Raises:
         ValueError: a role, part or tool call that the model cannot take; nothing is left out silently.
     """
     turns: list[dict[str, str]] = []
-    chunk_ids: dict[str, None] = {}
-    refers = False
+    parts: list[Part] = []
+    brings_documents = False
     for message in messages:
         role = _role(message)
         texts = []
         for text, extras in _text_parts(message):
-            refers = refers or "chunk_id" in extras or "n_chunks" in extras
+            brings_documents = brings_documents or "chunk_id" in extras or "n_chunks" in extras
             if "chunk_id" in extras:
-                chunk_ids[_checked(extras["chunk_id"])] = None
+                parts.append(document_part(None, text, extras))
             else:
                 texts.append(text)
         turns.append({"role": role, "content": "\n".join(texts)})
-    return Reading(turns, list(chunk_ids) if refers else None)
+    return Reading(turns, parts if brings_documents else None)
 
 
-def answer_message(answer: Answer) -> AIMessage:
+def answer_message(answer: Answer, request: Request) -> AIMessage:
     """An answer as one message."""
     block: dict[str, Any] = {"type": "text", "text": answer.text, "annotations": _annotations(answer)}
-    return AIMessage(content=[block], usage_metadata=_usage(answer), response_metadata=response_metadata(answer))
+    metadata = response_metadata(answer, request)
+    return AIMessage(content=[block], usage_metadata=_usage(answer), response_metadata=metadata)
 
 
 def delta_message(text: str) -> AIMessageChunk:
@@ -83,30 +83,42 @@ def delta_message(text: str) -> AIMessageChunk:
     return AIMessageChunk(content=[{"type": "text", "text": text, "index": 0}])
 
 
-def final_message(answer: Answer) -> AIMessageChunk:
+def final_message(answer: Answer, request: Request) -> AIMessageChunk:
     """What comes after an answer's text: citations, usage, metadata."""
     return AIMessageChunk(
         content=[{"type": "text", "text": "", "annotations": _annotations(answer), "index": 0}],
         usage_metadata=_usage(answer),
-        response_metadata=response_metadata(answer),
+        response_metadata=response_metadata(answer, request),
         chunk_position="last",
     )
 
 
-def response_metadata(answer: Answer) -> dict[str, Any]:
-    """Circumstances of an answer. Timings are milliseconds by phase; `nfe` counts forward passes of decoding."""
-    stats: AnswerStats = answer.stats
+def response_metadata(answer: Answer, request: Request) -> dict[str, Any]:
+    """Circumstances of an answer.
+
+    nfe: forward passes of decoding.
+    kv: chunks read from the store (hit) and computed now (recomputed), candidates considered, chunks that were
+        recognised by their text, and code points of given context that no stored chunk holds.
+    timings: milliseconds by phase.
+    """
+    stats = answer.stats
     return {
+        "model_provider": "pdllm",
         "model_name": stats.model,
         "finish_reason": stats.finish_reason,
         "nfe": stats.nfe,
-        "kv": stats.chunks._asdict(),
+        "kv": request.kv(stats),
         "policy": stats.policy,
         "decoder": stats.decoder,
         "supported": stats.supported,
         "timings": dict(stats.ms),
         "citations": answer.as_dict()["citations"],
     }
+
+
+def generation_info(answer: Answer, request: Request) -> dict[str, Any]:
+    """What a completion says besides its text: metadata and usage."""
+    return {**response_metadata(answer, request), "usage_metadata": _usage(answer)}
 
 
 def _usage(answer: Answer) -> UsageMetadata:
@@ -154,11 +166,7 @@ def _text_parts(message: BaseMessage) -> Iterator[tuple[str, dict[str, Any]]]:
             yield part, {}
         elif part.get("type") == "text" and isinstance(part.get("text"), str):
             yield part["text"], part.get("extras") or {}
+        elif part.get("type") == "text-plain" and isinstance(part.get("text"), str):
+            yield part["text"], {"chunk_id": None, **(part.get("extras") or {})}
         else:
             raise ValueError(f"ChatPDLLM got a message part of type {part.get('type')!r}; expected text parts only")
-
-
-def _checked(chunk_id: Any) -> str:
-    if not isinstance(chunk_id, str) or not _CHUNK_ID.fullmatch(chunk_id):
-        raise ValueError(f"{chunk_id!r} is no chunk id; expected documents that PDLLMRetriever gave, ids unchanged")
-    return chunk_id

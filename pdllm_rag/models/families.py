@@ -64,6 +64,7 @@ class Family:
         config_defaults: (the library's key, value where config.json has none).
         computed: (key, value): config.json may say nothing else, since the modules compute nothing else.
         module_names: (the checkpoint's module, the library's), {} for a layer's number, where they differ.
+        bare_questions: trained on questions alone, so that the instructions of a prompt template only distract it.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Family:
     config_defaults: tuple[tuple[str, Any], ...] = ()
     computed: tuple[tuple[str, Any], ...] = (("use_sliding_window", False),)
     module_names: tuple[tuple[str, str], ...] = ()
+    bare_questions: bool = False
 
 
 LLAMA_MDLM = Family(
@@ -115,6 +117,7 @@ LLAMA_MDLM = Family(
     no_answer="Not found in the documents.",
     support=Support(bias=-5.15, no_answer=-0.85, margin=1.92, typical_margin=0.825),
     licence="Apache-2.0",
+    bare_questions=True,
 )
 
 # Shapes that load and compute; nothing about their quality was measured, so nothing is tuned.
@@ -132,6 +135,7 @@ QWEN2_MDLM = replace(
     score_window=None,
     no_answer=None,
     support=None,
+    bare_questions=False,
     licence="see the checkpoint's card",
 )
 QWEN3_MDLM = replace(

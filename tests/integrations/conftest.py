@@ -90,3 +90,13 @@ async def with_heartbeat(work: Awaitable[T]) -> T:
 @pytest.fixture
 def heartbeat() -> Any:
     return with_heartbeat
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs the asynchronous tests of LangChain's suites; a plugin for them would set its mode for all tests here."""
+    if not asyncio.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True

@@ -13,7 +13,7 @@ from langchain_pdllm import ChatPDLLM
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
+from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.llms.pdllm import PDLLM
 from llama_index.retrievers.pdllm import PDLLMRetriever, PDLLMSynthesizer
 from pydantic import PrivateAttr
@@ -204,11 +204,6 @@ def test_without_nodes_the_documents_hold_no_answer(place: dict[str, str]) -> No
     assert response.metadata is not None
     assert not response.metadata["stats"]["supported"]
     assert response.source_nodes == []
-
-
-def test_nodes_that_are_no_stored_chunks_are_refused(place: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="no stored chunk"):
-        PDLLMSynthesizer(**place).synthesize(QUESTION, nodes=[NodeWithScore(node=TextNode(text="x"))])
 
 
 def test_plain_texts_are_read_without_being_stored(llm: PDLLM) -> None:

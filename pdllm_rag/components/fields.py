@@ -1,15 +1,16 @@
-"""Fields and calls that the components of both frameworks share.
+"""Fields that the components of every framework share, and what they become for the engine.
 
 - the engine is opened at the first call, never made a field, and shared between copies;
 - a pickle holds the store's path and opens it again where it is loaded;
-- options are checked when a component is made; an option of None is the engine's default.
+- options are checked when a component is made; an option of None is the engine's default;
+- an option of a call wins over the component's.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 from pydantic import (
     BaseModel,
@@ -22,31 +23,13 @@ from pydantic import (
     model_validator,
 )
 
-from langchain_pdllm._engines import shared_engine, store_generation
+from pdllm_rag.components.engines import EngineKey, engine_key, shared_engine, store_generation
 
 if TYPE_CHECKING:
-    from pdllm_rag.answer import AnswerStats
     from pdllm_rag.engine import RagEngine
 
 ENGINE_NAMES = {"max_tokens": "max_new_tokens"}  # options that the frameworks know by another name
-RETRIEVAL_OPTIONS = ("k", "candidates", "first_stage", "filter")
-ASK_OPTIONS = (
-    *RETRIEVAL_OPTIONS,
-    "score_window",
-    "policy",
-    "chunk_rows",
-    "placement",
-    "decoder",
-    "decoder_options",
-    "max_tokens",
-    "threshold",
-    "steps",
-    "temperature",
-    "top_p",
-    "seed",
-    "stop",
-    "abstain",
-)
+MATERIAL = ("chunk_ids", "context", "cancel")  # further arguments of `engine.answer`
 
 
 class EngineHandle:
@@ -54,6 +37,7 @@ class EngineHandle:
 
     def __init__(self) -> None:
         self.engine: RagEngine | None = None
+        self.key: EngineKey | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EngineHandle:
         return self
@@ -66,7 +50,7 @@ class StoreComponent(BaseModel):
     """A component over one store and one model.
 
     Attributes:
-        store: folder of a store, or a `ChunkStore`; it is opened at the first call and never created.
+        store: folder of a store, or a `ChunkStore`; it is opened at the first call.
         model: "demo" or a checkpoint's folder.
         device: where the model computes.
     """
@@ -78,6 +62,7 @@ class StoreComponent(BaseModel):
     device: str = "auto"
 
     _handle: EngineHandle = PrivateAttr(default_factory=EngineHandle)
+    _creates: bool = PrivateAttr(default=False)
 
     @field_validator("store", mode="before")
     @classmethod
@@ -105,10 +90,14 @@ class StoreComponent(BaseModel):
         """The engine.
 
         Raises:
-            StoreNotFoundError: nothing is at the path; other StoreError, ModelError.
+            StoreNotFoundError: nothing is at the path (a component that writes makes a store); StoreError, ModelError.
         """
+        key = engine_key(self.store, self.model, self.device)
+        if self._handle.key != key:  # of a copy with another store or model
+            self._handle = EngineHandle()
+            self._handle.key = key
         if self._handle.engine is None:
-            self._handle.engine = shared_engine(self.store, self.model, self.device)
+            self._handle.engine = shared_engine(self.store, self.model, self.device, create=self._creates)
         return self._handle.engine
 
     def identity(self) -> dict[str, Any]:
@@ -121,7 +110,12 @@ class StoreComponent(BaseModel):
             "device": self.device,
         }
 
-    def options(self, names: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    def identifying_params(self) -> dict[str, Any]:
+        """The identity and the component's own options, for caches of answers."""
+        names = sorted(type(self).model_fields.keys() & {*ask_options(), "recognise", "on_unmatched"})
+        return {**self.identity(), **{name: getattr(self, name) for name in names}}
+
+    def options(self, names: Collection[str], given: Mapping[str, Any]) -> dict[str, Any]:
         """The engine's options: the component's own, then those of this call; None counts as not given.
 
         Raises:
@@ -146,6 +140,7 @@ class AskComponent(StoreComponent):
     Attributes:
         k, candidates, filter: how many chunks are read, how many are scored, and metadata that documents must have.
         first_stage: what proposes the chunks scored: a name, or one's own (`pdllm_rag.foreign`).
+        rank_weight: what its ranking counts beside the score.
         score_window: chunks that score this far below the best one are not read; infinity reads all k.
         policy, placement: where the chunks' KV comes from, and where they stand.
         chunk_rows: most rows of a chunk that are read; None reads all.
@@ -153,12 +148,13 @@ class AskComponent(StoreComponent):
         max_tokens: most answer tokens.
         temperature, top_p, seed: sampling; temperature 0 is deterministic.
         stop: strings that end the answer.
-        abstain: withhold an answer that the documents do not support.
+        abstain, min_support: whether an answer that the documents do not support is withheld, and below which support.
     """
 
     k: StrictInt | None = None
     candidates: StrictInt | None = None
     first_stage: Any = None
+    rank_weight: float | None = None
     filter: dict[str, Any] | None = None
     score_window: float | None = None
     policy: str | None = None
@@ -174,85 +170,25 @@ class AskComponent(StoreComponent):
     seed: StrictInt | None = None
     stop: list[str] | None = None
     abstain: StrictBool | None = None
+    min_support: float | None = None
 
     @model_validator(mode="after")
     def _check_ask_options(self) -> AskComponent:
         from pdllm_rag.config import AskOptions
 
-        AskOptions().with_changes(self.options(ASK_OPTIONS, {}))
+        AskOptions().with_changes(self.options(ask_options(), {}))
         return self
 
-    def ask_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of `engine.answer` besides the question; `chunk_ids` may be among those given."""
-        return self.options((*ASK_OPTIONS, "chunk_ids"), given)
+    def engine_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of `engine.answer` besides the question: its options, those of `MATERIAL` among them."""
+        return self.options({*ask_options(), *MATERIAL}, given)
 
 
-class Hit(NamedTuple):
-    """A retrieved chunk in the frameworks' terms. `chunk_id` is hex; metadata is the document's own and the chunk's."""
+def ask_options() -> frozenset[str]:
+    """The engine's options of a question, by the frameworks' names. One without a field works per call."""
+    from dataclasses import fields
 
-    chunk_id: str
-    text: str
-    score: float
-    char_end: int
-    metadata: dict[str, Any]
+    from pdllm_rag.config import AskOptions
 
-
-class SearchComponent(StoreComponent):
-    """A component that retrieves.
-
-    Attributes:
-        k: most chunks to return.
-        candidates: chunks that are scored.
-        first_stage: what proposes them: a name, or one's own (`pdllm_rag.foreign`).
-        filter: metadata that documents must have.
-    """
-
-    k: StrictInt = 4
-    candidates: StrictInt | None = None
-    first_stage: Any = None
-    filter: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _check_search_options(self) -> SearchComponent:
-        from pdllm_rag.config import AskOptions
-
-        AskOptions().with_changes(self.options(RETRIEVAL_OPTIONS, {}))
-        return self
-
-    def search(self, question: str, given: Mapping[str, Any]) -> list[Hit]:
-        """The best chunks, best first; options given here win."""
-        engine = self.opened()
-        found = engine.retrieve(question, **self.options(RETRIEVAL_OPTIONS, given))
-        documents = {
-            doc_id: engine.store.document(engine.fingerprint, doc_id) for doc_id in {hit.ref.doc_id for hit in found}
-        }
-        hits = []
-        for ref, score, text in found:
-            document = documents[ref.doc_id]
-            metadata = {
-                **document.metadata,
-                "doc_id": ref.doc_id,
-                "ordinal": ref.ordinal,
-                "start_index": ref.char_start,
-                "score": score,
-                "source": document.source,
-            }
-            if ref.page is not None:
-                metadata["page"] = ref.page
-            hits.append(Hit(ref.chunk_id.hex(), text, score, ref.char_end, metadata))
-        return hits
-
-
-class Usage(NamedTuple):
-    """Tokens of one answer. `input_tokens` holds both kinds of context tokens: read from the store, computed now."""
-
-    input_tokens: int
-    output_tokens: int
-    stored_tokens: int
-    computed_tokens: int
-
-    @classmethod
-    def of(cls, stats: AnswerStats) -> Usage:
-        """Usage of an answer."""
-        computed = stats.context_tokens - stats.cached_tokens
-        return cls(stats.prompt_tokens + stats.context_tokens, stats.tokens, stats.cached_tokens, computed)
+    named = {name: theirs for theirs, name in ENGINE_NAMES.items()}
+    return frozenset(named.get(field.name, field.name) for field in fields(AskOptions)) - {"cancel"}

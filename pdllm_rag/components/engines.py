@@ -12,29 +12,37 @@ if TYPE_CHECKING:
 
     from pdllm_rag.engine import RagEngine
 
+EngineKey = tuple[str | int, str, str]
+
 _lock = threading.Lock()
-_opened: weakref.WeakValueDictionary[tuple[str | int, str, str], RagEngine] = weakref.WeakValueDictionary()
+_opened: weakref.WeakValueDictionary[EngineKey, RagEngine] = weakref.WeakValueDictionary()
 
 
-def shared_engine(store: str | ChunkStore, model: str, device: str) -> RagEngine:
+def engine_key(store: str | ChunkStore, model: str, device: str) -> EngineKey:
+    """What tells engines apart: the store's real path or its object, the model's, and the device."""
+    from pdllm_rag.models.hub import BUNDLED
+
+    place = os.path.realpath(store) if isinstance(store, str) else id(store)
+    return place, model if model in BUNDLED else os.path.realpath(os.path.expanduser(model)), device
+
+
+def shared_engine(store: str | ChunkStore, model: str, device: str, *, create: bool = False) -> RagEngine:
     """The engine over that store and model, opened once per process while any component holds it.
 
     Args:
-        store: folder of a store that exists, or a store.
+        store: folder of a store, or a store.
+        create: make the store if there is none.
 
     Raises:
         StoreError, ModelError.
     """
     from pdllm_rag.engine import RagEngine
-    from pdllm_rag.models.loader import BUNDLED
 
-    place = os.path.realpath(store) if isinstance(store, str) else id(store)
-    named = model if model in BUNDLED else os.path.realpath(os.path.expanduser(model))
-    key = (place, named, device)
+    key = engine_key(store, model, device)
     with _lock:
         engine = _opened.get(key)
         if engine is None:
-            engine = RagEngine.open(store, model, create=False, device=device)
+            engine = RagEngine.open(store, model, create=create, device=device)
             if isinstance(store, str):
                 weakref.finalize(engine, engine.store.close)
             _opened[key] = engine

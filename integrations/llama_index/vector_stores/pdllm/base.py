@@ -1,0 +1,95 @@
+"""The vector store: it keeps KV instead of vectors, and is searched by the question's text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.schema import BaseNode
+from llama_index.core.vector_stores.types import (
+    BasePydanticVectorStore,
+    FilterCondition,
+    FilterOperator,
+    MetadataFilter,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryResult,
+)
+from llama_index.retrievers.pdllm.base import chunk_node
+from llama_index.retrievers.pdllm.ingestion import store_nodes
+from pydantic import ConfigDict, PrivateAttr
+
+from pdllm_rag.components.searching import SearchComponent
+from pdllm_rag.components.storing import own_documents
+
+
+class PDLLMVectorStore(SearchComponent, BasePydanticVectorStore):
+    """A chunk-KV store where LlamaIndex expects a vector store.
+
+    As `vector_store` of an `IngestionPipeline` whose transformations hold `PrefillChunks`, it deletes what the
+    pipeline's upserts and deletes leave over. Embeddings are ignored; filters may ask for equality only.
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    stores_text: bool = True
+    is_embedding_query: bool = False
+
+    _creates: bool = PrivateAttr(default=True)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name for serialisation."""
+        return "PDLLMVectorStore"
+
+    @property
+    def client(self) -> Any:
+        """The engine."""
+        return self.opened()
+
+    def add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:
+        """Store nodes (see `PrefillChunks`); the ids of their chunks."""
+        return [node.node_id for node in store_nodes(self.opened(), nodes)]
+
+    def delete(self, ref_doc_id: str, **_: Any) -> None:
+        """Delete a document, or all nodes of a source, with their chunks and KV."""
+        engine = self.opened()
+        parts = [info.doc_id for info in own_documents(engine) if info.metadata.get("ref_doc_id") == ref_doc_id]
+        engine.delete_all([ref_doc_id, *parts])
+
+    def query(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:
+        """The best chunks for `query.query_str`.
+
+        Raises:
+            ValueError: the query has no text, or a filter that is no equality.
+        """
+        if not query.query_str:
+            raise ValueError("PDLLMVectorStore got a query without text; it is not searched by embeddings")
+        given = {"k": query.similarity_top_k, "filter": _equalities(query.filters)}
+        hits = self.search(query.query_str, given)
+        nodes = [chunk_node(hit.chunk_id, hit.text, hit.char_end, hit.metadata) for hit in hits]
+        return VectorStoreQueryResult(
+            nodes=nodes, similarities=[hit.score for hit in hits], ids=[node.node_id for node in nodes]
+        )
+
+    async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """As `add`, in a thread."""
+        return await asyncio.to_thread(self.add, nodes, **kwargs)
+
+    async def adelete(self, ref_doc_id: str, **kwargs: Any) -> None:
+        """As `delete`, in a thread."""
+        await asyncio.to_thread(self.delete, ref_doc_id, **kwargs)
+
+    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """As `query`, in a thread."""
+        return await asyncio.to_thread(self.query, query, **kwargs)
+
+
+def _equalities(filters: MetadataFilters | None) -> dict[str, Any] | None:
+    if filters is None or not filters.filters:
+        return None
+    plain = [one for one in filters.filters if isinstance(one, MetadataFilter) and one.operator == FilterOperator.EQ]
+    if len(plain) < len(filters.filters) or (len(plain) > 1 and filters.condition != FilterCondition.AND):
+        raise ValueError("PDLLMVectorStore got a filter that it cannot apply; expected equalities joined by 'and'")
+    return {one.key: one.value for one in plain}

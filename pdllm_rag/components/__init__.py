@@ -1,0 +1,1 @@
+"""What the components of every framework share: their fields, their engines, and how they read a request."""

@@ -1,0 +1,150 @@
+"""From a framework's request to the engine's arguments: what is asked, and what is to be read for it.
+
+What is read is, in this order: chunks or texts that the call names; documents that the messages bring along as such;
+context that is pasted into them (`resolving`); else what retrieval finds.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pydantic import StrictBool
+
+from pdllm_rag.components.fields import AskComponent
+
+if TYPE_CHECKING:
+    from pdllm_rag.answer import AnswerStats
+    from pdllm_rag.engine import RagEngine
+    from pdllm_rag.resolving import Part
+
+Turns = list[dict[str, str]]
+
+_CHUNK_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class Request(NamedTuple):
+    """What the engine is asked.
+
+    turns, arguments: for `engine.answer` and its kind.
+    recognised: chunks that were known by their text.
+    unmatched_chars: code points of given context that are in no stored chunk.
+    """
+
+    engine: RagEngine
+    turns: Turns
+    arguments: dict[str, Any]
+    recognised: int
+    unmatched_chars: int
+
+    def kv(self, stats: AnswerStats) -> dict[str, int]:
+        """Where the chunks read came from, for a response's metadata."""
+        return {**stats.chunks._asdict(), "recognised": self.recognised, "unmatched_chars": self.unmatched_chars}
+
+
+class AnswerComponent(AskComponent):
+    """A component that answers prompts with context in them.
+
+    Attributes:
+        recognise: read stored chunks whose text is pasted into a prompt from the store.
+        on_unmatched: what becomes of other context: "prefill" encodes it for this question, "ignore" leaves it out,
+            "error" raises `UnmatchedContextError`. The response's metadata counts it in any case.
+        timeout: seconds after which `GenerationCancelled` is raised at the next denoising step.
+    """
+
+    recognise: StrictBool = True
+    on_unmatched: Literal["prefill", "ignore", "error"] = "prefill"
+    timeout: float | None = None
+
+    def request(self, turns: Turns, parts: Sequence[Part] | None, given: Mapping[str, Any]) -> Request:
+        """Read a request; it may take a while, since it opens the engine.
+
+        Args:
+            turns: messages {"role", "content"}.
+            parts: documents that came with them, None if there were none to come.
+            given: options and arguments of this call.
+
+        Raises:
+            ValueError: an unknown option or a bad value; UnmatchedContextError, StoreError, ModelError.
+        """
+        given = dict(given)
+        own = {name: given.pop(name, None) for name in ("recognise", "on_unmatched", "timeout", "chunks")}
+        recognise, on_unmatched, timeout = (
+            getattr(self, name) if own[name] is None else own[name] for name in ("recognise", "on_unmatched", "timeout")
+        )
+        if own["chunks"] is not None:
+            parts = [self.part(chunk) for chunk in own["chunks"]]
+        arguments = self.engine_options(given)
+        engine = self.opened()
+        if timeout is not None:
+            arguments["cancel"] = Deadline(timeout, arguments.get("cancel"))
+        if arguments.keys() & {"chunk_ids", "context"}:
+            resolved = None
+        elif parts is not None:
+            resolved = engine.resolver.documents(parts, on_unmatched)
+        else:
+            resolved = engine.resolver.prompt(turns, on_unmatched) if recognise else None
+            turns = turns if resolved is None else resolved.turns
+        if resolved is None or resolved.chunks is None:
+            return Request(engine, turns, arguments, 0, 0)
+        if given.get("filter") is None:
+            arguments.pop("filter", None)  # the component's own is for retrieval
+        if resolved.context:
+            arguments["context"] = resolved.context
+        if resolved.chunks or not resolved.context:
+            arguments["chunk_ids"] = resolved.chunks
+        return Request(engine, turns, arguments, resolved.recognised, resolved.unmatched_chars)
+
+    def part(self, chunk: Any) -> Part:
+        """A chunk that a call names: its id, or a document of the framework (subclasses know it).
+
+        Raises:
+            ValueError: it is neither.
+        """
+        from pdllm_rag.resolving import Part
+
+        if isinstance(chunk, (str, bytes)):
+            return Part("", chunk)
+        raise ValueError(f"{type(self).__name__} got a chunk of type {type(chunk).__name__}; expected ids or documents")
+
+
+class Deadline(threading.Event):
+    """Set when it was set itself, when its time is up, or when another event is set, which it leaves alone."""
+
+    def __init__(self, seconds: float, other: threading.Event | None = None) -> None:
+        super().__init__()
+        self._end = time.monotonic() + seconds
+        self._other = other
+
+    def is_set(self) -> bool:
+        """Whether it is time to stop."""
+        return super().is_set() or time.monotonic() > self._end or (self._other is not None and self._other.is_set())
+
+
+class Usage(NamedTuple):
+    """Tokens of one answer. `input_tokens` holds both kinds of context tokens: read from the store, computed now."""
+
+    input_tokens: int
+    output_tokens: int
+    stored_tokens: int
+    computed_tokens: int
+
+    @classmethod
+    def of(cls, stats: AnswerStats) -> Usage:
+        """Usage of an answer."""
+        computed = stats.context_tokens - stats.cached_tokens
+        return cls(stats.prompt_tokens + stats.context_tokens, stats.tokens, stats.cached_tokens, computed)
+
+
+def document_part(document_id: str | None, text: str, metadata: Mapping[str, Any]) -> Part:
+    """A framework's document: the chunk that its metadata or id names, with what retrieval said of it, or a text."""
+    from pdllm_rag.given import Chosen
+    from pdllm_rag.resolving import Part
+
+    chunk_id = metadata.get("chunk_id", document_id)
+    if not isinstance(chunk_id, str) or not _CHUNK_ID.fullmatch(chunk_id):
+        return Part(text, None)
+    return Part(text, Chosen(chunk_id, metadata.get("score") or 0.0, metadata.get("margin")))

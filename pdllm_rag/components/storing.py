@@ -1,0 +1,87 @@
+"""Documents of a framework into the store, and out of it again."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdllm_store import DocumentInfo
+
+    from pdllm_rag.engine import RagEngine
+
+logger = logging.getLogger(__name__)
+
+
+def plain(value: Any, name: str = "metadata") -> Any:
+    """Metadata as a store keeps it: JSON's types only.
+
+    Dates and times become ISO 8601 text, paths text, tuples and sets lists (sets in order), numpy's scalars Python's.
+
+    Raises:
+        ValueError: something else, or a key that is no text; the key is named.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise ValueError(f"{name} has the key {wrong[0]!r}; expected text")
+        return {key: plain(entry, f"{name}[{key!r}]") for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry, f"{name}[{index}]") for index, entry in enumerate(value)]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(entry, name) for entry in value), key=lambda entry: (str(type(entry)), entry))
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return plain(value.item(), name)
+    raise ValueError(f"{name} is of type {type(value).__name__}; expected text, numbers, dates, paths, lists, mappings")
+
+
+def store_documents(engine: RagEngine, documents: Iterable[tuple[str, str, Mapping[str, Any]]]) -> list[str]:
+    """Prefill documents (id, text, metadata); unchanged ones cost nothing.
+
+    Returns the ids of those that did not go in, and logs why.
+
+    Raises:
+        StoreError: the store itself failed.
+    """
+    from pdllm_rag.prefill import InputDocument
+
+    failed: dict[str, str] = {}
+    inputs = []
+    for doc_id, text, metadata in documents:
+        try:
+            inputs.append(InputDocument(doc_id, text, doc_id, metadata=plain(metadata)))
+        except ValueError as error:
+            failed[doc_id] = str(error)
+    failed |= {failure.path: failure.reason for failure in engine.prefill(inputs).failed}
+    for doc_id, reason in failed.items():
+        logger.warning("document %r was not stored: %s", doc_id, reason)
+    return list(failed)
+
+
+def own_documents(engine: RagEngine) -> list[DocumentInfo]:
+    """Documents that came from a framework, not from files."""
+    return [info for info in engine.documents() if info.source == info.doc_id]
+
+
+def held(engine: RagEngine, doc_ids: Sequence[str]) -> list[bool]:
+    """Whether each document is there with all its chunks, or with chunks that can be computed again."""
+    from pdllm_store import DocumentNotFoundError, RecordDamagedError
+
+    found = []
+    for doc_id in doc_ids:
+        try:
+            chunk_ids = [ref.chunk_id for ref in engine.store.document(engine.fingerprint, doc_id).chunks]
+        except (DocumentNotFoundError, RecordDamagedError):
+            found.append(False)
+            continue
+        missing = engine.store.missing(chunk_ids)
+        found.append(len(engine.store.evicted(missing)) == len(missing))
+    return found

@@ -1,0 +1,62 @@
+"""Where the prompt templates that people use put the context, and where the question.
+
+- context stands in tags such as <context>, else between two rules of dashes, else behind a label such as "Context:" or
+  "these documents:", or in the paragraphs behind "the following pieces of context", up to a label such as "Question:";
+- the question stands behind a label such as "Question:".
+"""
+
+from __future__ import annotations
+
+import re
+
+_CONTEXT = r"(?:contexts?|documents?|sources?|passages?|excerpts?|snippets?)"
+_POINTING = rf"\b(?P<pointing>%s)[ \t]+(?:\w+[ \t]+){{0,3}}?{_CONTEXT}\b"
+_TAGS = re.compile(rf"<({_CONTEXT})\b[^>]*>(.*?)</\1>", re.IGNORECASE | re.DOTALL)
+_RULE = re.compile(r"^[ \t]*([-=_*~`#])\1{2,}[ \t]*$", re.MULTILINE)
+_LABEL = re.compile(
+    rf"(?:(?:^|[.!?][ \t]+)[^\w\n]*(?:(?:retrieved|relevant|provided|reference)[ \t]+)?{_CONTEXT}"
+    rf"|{_POINTING % 'following|below|given|provided|retrieved|relevant|these|this'}(?:[ \t]+\w+){{0,4}})[ \t]*:",
+    re.IGNORECASE | re.MULTILINE,
+)
+_ANNOUNCED = re.compile(rf"{_POINTING % 'following|below'}.*?\n[ \t]*\n", re.IGNORECASE | re.DOTALL)
+_QUESTION = re.compile(r"^[^\w\n]*(?:user(?:'s)?[ \t]+)?(?:question|query)[ \t]*:", re.IGNORECASE | re.MULTILINE)
+_ANSWER = re.compile(r"^[^\w\n]*(?:\w+[ \t]+)?(?:answer|response)[ \t]*:", re.IGNORECASE | re.MULTILINE)
+
+
+def context_regions(text: str, *, is_question: bool) -> list[tuple[int, int]]:
+    """Code points [start, end) where context is expected.
+
+    Args:
+        is_question: the question is in this text too, so that a label counts only if there is one for the question.
+    """
+    if found := [match.span(2) for match in _TAGS.finditer(text)]:
+        return found
+    rules = list(_RULE.finditer(text))
+    if len(rules) > 1:
+        return [(rules[0].end(), rules[-1].start())]
+    if is_question and _QUESTION.search(text) is None:
+        return []
+    for label in _LABEL.finditer(text):
+        rest_of_line = text[label.end() :].partition("\n")[0]
+        if is_question or not label["pointing"] or not rest_of_line.strip():
+            return [(label.end(), _end(text, label.end()))]
+    announced = _ANNOUNCED.search(text)
+    return [] if announced is None else [(announced.end(), _end(text, announced.end()))]
+
+
+def labelled_question(text: str) -> str | None:
+    """What stands behind the last label of a question, up to one of an answer or of context; None without one."""
+    labels = list(_QUESTION.finditer(text))
+    if not labels:
+        return None
+    start = labels[-1].end()
+    following = [match.start() for pattern in (_ANSWER, _LABEL) if (match := pattern.search(text, start))]
+    return text[start : min(following, default=len(text))].strip() or None
+
+
+def _end(text: str, start: int) -> int:
+    """Where context ends that begins at `start`: at the last label of a question behind it, else of an answer."""
+    for pattern in (_QUESTION, _ANSWER):
+        if labels := list(pattern.finditer(text, start)):
+            return labels[-1].start()
+    return len(text)
