@@ -1,5 +1,6 @@
-"""One question, from text to cited answer, as a stream of events.
+"""Questions, from text to cited answer, as streams of events.
 
+- a question is prepared by itself (found, fitted, read), then denoised, alone or in one batch with others;
 - question and answer room are reserved first; chunks are added by rank until the model's window is full;
 - the sources listed are the chunks that the model read, and none when the documents do not hold the answer.
 """
@@ -7,9 +8,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdllm_rag.answer import Answer, AnswerStats, ChunkCounts, Citation, best_passage, holds
 from pdllm_rag.attention import causal_block
@@ -35,23 +35,44 @@ NO_SUPPORT = "The documents do not hold an answer."
 
 
 @dataclass
-class Outcome:
-    """How a decode went.
+class Prepared:
+    """A question whose chunks are at hand, and how its decode goes.
 
     Attributes:
+        request: what is to be decoded, None if there is nothing to read.
         support: probability that the documents hold the answer, or None.
-        withheld: the answer was withheld for lack of support.
+        withheld: the answer is withheld for lack of support.
     """
 
+    text: str
+    prompt: Prompt
+    options: AskOptions
+    decoder: Decoder
+    found: Found
+    ranked: Sequence[Source]
+    reading: Reading
+    request: DecodeRequest | None
     transcript: Transcript
-    steps: list[DecodeStep]
+    clock: Clock
+    steps: list[DecodeStep] = field(default_factory=list)
     support: float | None = None
     withheld: bool = False
 
 
+def check_wanted(options: AskOptions) -> None:
+    """Raises GenerationCancelled if the caller has cancelled the question before its first step."""
+    if options.cancel is not None and options.cancel.is_set():
+        raise cancelled(0)
+
+
+def cancelled(n_steps: int) -> GenerationCancelled:
+    """The error of a question that its caller stopped."""
+    return GenerationCancelled(f"the answer was cancelled after {n_steps} denoising steps")
+
+
 @dataclass(frozen=True)
 class Asking:
-    """Answers one question over chunks that `find` selects."""
+    """Answers questions over chunks that `find` selects."""
 
     model: LoadedModel
     pool: KVPool
@@ -82,13 +103,13 @@ class Asking:
             )
         return None
 
-    def events(
+    def prepare(
         self,
         question: str | Messages,
         options: AskOptions,
         find: Callable[[str, Clock], Found],
-    ) -> Iterator[StreamEvent]:
-        """Answer a question.
+    ) -> Prepared:
+        """Everything up to the first denoising step.
 
         Args:
             find: from the question's text to what was found.
@@ -97,49 +118,99 @@ class Asking:
             RequestError: no question, or `min_support` for a family without calibration.
             ContextWindowError: it does not fit.
             GenerationCancelled: `options.cancel` was set.
-            NumericsError: the model's logits are not finite.
             ValueError: the decoder cannot run here, or the policy means nothing for this model.
         """
         check_policy(options.policy, self.model.spec)
         clock = Clock()
+        check_wanted(options)
         decoder = options.make_decoder(self.model)
         text, prompt = self.prompt(question, options)
         self.min_support(options)  # refused before anything is computed
         found = find(text, clock)
+        check_wanted(options)
         ranked = self._fitting(found, prompt, options)
         reading = self._thinned(self._read(ranked, found, prompt, decoder, options, clock), prompt, options, clock)
-        outcome = Outcome(self._transcript(options), [])
-        if ranked:
-            yield from self._decode(prompt, reading, found.selection.margin, decoder, options, clock, outcome)
         no_answer = self.model.spec.family.no_answer
-        said = outcome.transcript.text
-        supported = bool(ranked) and not outcome.withheld and not says_nothing(said, no_answer)
-        if outcome.withheld or (not said and not outcome.transcript.stopped_by_string):
+        request = DecodeRequest(
+            prompt_ids=prompt.ids,
+            placement=reading.placement,
+            max_new_tokens=options.max_new_tokens,
+            chunk_ids=[source.token_ids for source in reading.sources],
+            chunk_kv=reading.kv,
+            sampling=options.sampling,
+            probe_ids=self.model.tokenizer.encode(no_answer) if no_answer else (),
+        )
+        return Prepared(
+            text=text,
+            prompt=prompt,
+            options=options,
+            decoder=decoder,
+            found=found,
+            ranked=ranked,
+            reading=reading,
+            request=request if ranked or found.alone else None,
+            transcript=Transcript(
+                self.model.tokenizer,
+                self.model.spec.eos_ids,
+                max_new_tokens=options.max_new_tokens,
+                stop=options.stop,
+            ),
+            clock=clock,
+        )
+
+    def take(self, asked: Prepared, step: DecodeStep) -> Iterator[StreamEvent]:
+        """What one denoising step tells; once nothing more can come, the question's request is cancelled."""
+        assert asked.request is not None
+        if not asked.steps and not asked.found.alone:
+            asked.support = support_probability(
+                self.model.spec.family.support, step.probe, asked.found.selection.margin
+            )
+            asked.withheld = is_too_low(asked.support, self.min_support(asked.options))
+        asked.steps.append(step)
+        if asked.withheld:
+            asked.transcript.nfe = step.nfe
+            asked.request.cancel.set()
+            return
+        delta = asked.transcript.add(step)
+        yield CanvasUpdate(step)
+        if delta:
+            yield TextDelta(delta)
+        if asked.transcript.stopped:
+            asked.request.cancel.set()
+
+    def conclude(self, asked: Prepared) -> Iterator[StreamEvent]:
+        """The last events, when there is nothing more to decode."""
+        no_answer = self.model.spec.family.no_answer
+        transcript, reading, selection = asked.transcript, asked.reading, asked.found.selection
+        said = transcript.text
+        supported = bool(asked.ranked) and not asked.withheld and not says_nothing(said, no_answer)
+        is_empty = not said and not transcript.stopped_by_string and not asked.found.alone
+        if asked.withheld or is_empty:
             said = no_answer or NO_SUPPORT
             yield TextDelta(said)
         stats = AnswerStats(
-            nfe=outcome.transcript.nfe,
-            tokens=len(outcome.transcript.token_ids()),
-            prompt_tokens=len(prompt.ids),
+            nfe=transcript.nfe,
+            tokens=len(transcript.token_ids()),
+            prompt_tokens=len(asked.prompt.ids),
             context_tokens=reading.n_tokens(),
             cached_tokens=reading.n_cached(),
-            ms=clock.ms(),
+            ms=asked.clock.ms(),
             chunks=ChunkCounts(
                 hit=len(reading.sources) - len(reading.fresh),
                 recomputed=len(reading.fresh),
-                candidates=found.selection.n_candidates,
+                candidates=selection.n_candidates,
             ),
-            policy=options.policy_name if decoder.needs_kv else "dense",
-            decoder=options.decoder,
+            policy=asked.options.policy_name if asked.decoder.needs_kv else "dense",
+            decoder=asked.options.decoder,
             model=self.name,
-            finish_reason=outcome.transcript.finish_reason or "stop",
+            finish_reason=transcript.finish_reason or "stop",
             supported=supported,
-            support=outcome.support,
-            backend=decoder.backend,
-            min_support=self.min_support(options),
+            support=asked.support,
+            backend=asked.decoder.backend,
+            min_support=self.min_support(asked.options),
         )
-        citations = self._cite(ranked, found.selection, said, text) if supported else ()
-        yield Final(Answer(said, citations, stats, tuple(outcome.steps)))
+        citations = self._cite(asked.ranked, selection, said, asked.text) if supported else ()
+        yield Final(Answer(said, citations, stats, tuple(asked.steps)))
 
     def prompt(self, question: str | Messages, options: AskOptions) -> tuple[str, Prompt]:
         """The question's text and its templated ids.
@@ -262,61 +333,6 @@ class Asking:
             received = attention_received(self.model, prompt.ids, reading.kv, reading.placement)
             rows = [kept_rows(one, options.chunk_rows) for one in received]
             return reading._replace(kv=[sparse(kv, kept) for kv, kept in zip(reading.kv, rows, strict=True)])
-
-    def _transcript(self, options: AskOptions) -> Transcript:
-        return Transcript(
-            self.model.tokenizer,
-            self.model.spec.eos_ids,
-            max_new_tokens=options.max_new_tokens,
-            stop=options.stop,
-        )
-
-    def _decode(
-        self,
-        prompt: Prompt,
-        reading: Reading,
-        margin: float | None,
-        decoder: Decoder,
-        options: AskOptions,
-        clock: Clock,
-        outcome: Outcome,
-    ) -> Iterator[StreamEvent]:
-        """Denoise, telling what becomes final, until the answer is complete, stopped, withheld or cancelled."""
-        family = self.model.spec.family
-        done = threading.Event()
-        request = DecodeRequest(
-            prompt_ids=prompt.ids,
-            placement=reading.placement,
-            max_new_tokens=options.max_new_tokens,
-            chunk_ids=[source.token_ids for source in reading.sources],
-            chunk_kv=reading.kv,
-            sampling=options.sampling,
-            probe_ids=self.model.tokenizer.encode(family.no_answer) if family.no_answer else (),
-            cancel=done,
-        )
-        stream = decoder.steps([request])
-        while True:
-            if options.cancel is not None and options.cancel.is_set():
-                raise GenerationCancelled(f"the answer was cancelled after {len(outcome.steps)} denoising steps")
-            with clock.phase("decode"):
-                step = next(stream, None)
-            if step is None or step.finished == "cancelled":
-                return
-            if not outcome.steps:
-                outcome.support = support_probability(family.support, step.probe, margin)
-                outcome.withheld = is_too_low(outcome.support, self.min_support(options))
-            outcome.steps.append(step)
-            if outcome.withheld:
-                outcome.transcript.nfe = step.nfe
-                return
-            delta = outcome.transcript.add(step)
-            yield CanvasUpdate(step)
-            if delta:
-                yield TextDelta(delta)
-            if step.finished is not None:
-                return
-            if outcome.transcript.stopped:
-                done.set()
 
     def _cite(self, ranked: Sequence[Source], selection: Selection, answer: str, question: str) -> tuple[Citation, ...]:
         """One citation per chunk read; those whose quote holds the answer first, then by score."""

@@ -118,6 +118,11 @@ class AskOptions:
         """The cache policy in words for statistics: what it is, and of how many rows a chunk."""
         return self.policy if self.chunk_rows is None else f"{self.policy}, {self.chunk_rows} rows a chunk"
 
+    @property
+    def decoder_key(self) -> tuple[object, ...]:
+        """All that `make_decoder` goes by: questions with equal ones may share a decoder."""
+        return self.decoder, self.threshold, self.steps
+
     def make_decoder(self, model: LoadedModel) -> Decoder:
         """The decoder that these options name.
 

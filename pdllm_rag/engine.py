@@ -36,10 +36,11 @@ from pdllm_rag.models.loader import LoadedModel, check_seen, one_device, read_sp
 from pdllm_rag.pool import KVPool
 from pdllm_rag.prefill import InputDocument, Prefiller, PrefillReport, Progress
 from pdllm_rag.reading import Found, matching, sources_of
-from pdllm_rag.resolving import Asked, Resolver
-from pdllm_rag.retrieval import Retriever
+from pdllm_rag.resolving import AskedIn, Resolver
+from pdllm_rag.retrieval import Retriever, Selection
 from pdllm_rag.scoring import ScoringOptions
 from pdllm_rag.stages import FirstStages
+from pdllm_rag.together import Asked
 
 MAX_ATTEMPTS = 5  # of retrieving from a store that changes meanwhile
 LOADS = ("store", "auto")  # where KV comes from that is not in memory
@@ -93,7 +94,7 @@ class RagEngine:
         self._retriever = Retriever(model, stages, self._pool, scoring or ScoringOptions())
         self._asking = Asking(model, self._pool, chunk_len)
         self._given = Given(store, self.fingerprint, self._index, self._prefiller, self._retriever)
-        asked: Asked = "question" if model.spec.family.bare_questions else "prompt"
+        asked: AskedIn = "question" if model.spec.family.bare_questions else "prompt"
         self.resolver = Resolver(Copies(store, self.fingerprint, self._index), asked)
 
     @classmethod
@@ -268,11 +269,32 @@ class RagEngine:
         **changes: Any,
     ) -> Iterator[StreamEvent]:
         """As `answer`, as events: text that is final, denoising steps, and the answer last."""
+        return self.asked(question, chunk_ids=chunk_ids, context=context, options=options, **changes).events()
+
+    def asked(
+        self,
+        question: str | Messages,
+        *,
+        chunk_ids: Sequence[ChunkId | str | Chosen] | None = None,
+        context: str | Sequence[str] | None = None,
+        alone: bool = False,
+        options: AskOptions | None = None,
+        **changes: Any,
+    ) -> Asked:
+        """A question as for `answer`, not begun: `together.stream_together` answers several in one batch.
+
+        Args:
+            alone: ask the model without any document.
+        """
         chosen = (options or self.options).with_changes(changes)
+        if alone and (chunk_ids is not None or context is not None):
+            raise ValueError("alone was given beside chunk_ids or context; it asks the model without any of them")
         if chosen.filter and (chunk_ids is not None or context is not None):
             raise ValueError("filter was given beside chunk_ids or context; it applies to retrieval only")
 
         def find(text: str, clock: Clock) -> Found:
+            if alone:
+                return Found((), Selection.unscored(()), {}, alone=True)
             stored = pasted = None
             if chunk_ids is not None:
                 stored = self._mender.run(lambda: self._given.stored(chunk_ids))
@@ -283,7 +305,7 @@ class RagEngine:
                 return self._given.together(stored, pasted)
             return stored or pasted or self._find(text, chosen, clock)
 
-        return self._asking.events(question, chosen, find)
+        return Asked(self._asking, question, chosen, find)
 
     async def aanswer(self, question: str | Messages, **arguments: Any) -> Answer:
         """`answer` in a thread; cancelling the task stops the decoding at its next step."""

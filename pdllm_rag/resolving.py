@@ -27,7 +27,7 @@ from pdllm_rag.templates import context_regions, labelled_question
 logger = logging.getLogger(__name__)
 
 OnUnmatched = Literal["prefill", "ignore", "error"]
-Asked = Literal["prompt", "question"]
+AskedIn = Literal["prompt", "question"]
 
 _BLANK_LINES = re.compile(r"\n\s*\n")
 
@@ -67,7 +67,7 @@ class Resolver:
             labelled question alone (without a label the last message), and no system message.
     """
 
-    def __init__(self, copies: Copies, asked: Asked) -> None:
+    def __init__(self, copies: Copies, asked: AskedIn) -> None:
         self._copies = copies
         self._asked = asked
         self._warned = False

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MAX_LINES = 400
-FRAMEWORKS = ("triton", "fastapi", "langchain_core", "llama_index")
+FRAMEWORKS = ("triton", "fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "langchain_core", "llama_index")
 
 # Lowest first. A module may import what stands before it, or a neighbour on its own line.
 LAYERS = (
@@ -49,8 +49,9 @@ LAYERS = (
     ("pdllm_rag.events", "pdllm_rag.reading", "pdllm_rag.copies"),
     ("pdllm_rag.resolving", "pdllm_rag.given"),
     ("pdllm_rag.asking", "pdllm_rag.registry"),
+    ("pdllm_rag.together",),
     ("pdllm_rag.engine",),
-    ("pdllm_rag.evaluation", "pdllm_rag.bench", "pdllm_rag.components"),
+    ("pdllm_rag.evaluation", "pdllm_rag.bench", "pdllm_rag.components", "pdllm_rag.server"),
     ("pdllm_rag.cli",),
     ("langchain_pdllm", "llama_index.llms.pdllm"),
     ("llama_index.retrievers.pdllm",),

@@ -1,0 +1,207 @@
+"""POST /v1/chat/completions and GET /v1/models, shaped as OpenAI's clients expect.
+
+- the last message, the user's, is the question; retrieval looks for it alone. Earlier ones are put before it, the
+  newest first, as far as `max_history_tokens` goes; `history` says how many of how many were kept;
+- a chat UI's own errands (a title for the conversation, tags, follow-ups) ask nothing of the documents: they are
+  recognised by the wording of such prompts, or by `"retrieval": false`, and the model answers them alone;
+- what the model cannot do (tools, several choices, log-probabilities) is refused, not ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+from starlette.requests import ClientDisconnect
+
+from pdllm_rag.answer import Answer
+from pdllm_rag.decoding.kinds import KINDS
+from pdllm_rag.events import Final, StreamEvent, TextDelta
+from pdllm_rag.policies import POLICIES
+from pdllm_rag.server.failures import ApiError
+from pdllm_rag.server.routes import sse
+from pdllm_rag.server.services import Services, usage
+
+_ERRANDS = re.compile(
+    r"\A\s*### Task:.*<chat_history>|\A.{0,200}\btitle for (?:the|this) (?:conversation|chat)\b", re.DOTALL
+)
+MAX_MESSAGES = 1000
+
+
+class Part(BaseModel):
+    """A part of a message; only text is read."""
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+class Message(BaseModel):
+    """One turn."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: StrictStr | Annotated[list[Part], Field(max_length=100)]
+
+    def plain(self) -> dict[str, str]:
+        """As the engine takes it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class StreamOptions(BaseModel):
+    """What a stream holds."""
+
+    include_usage: StrictBool = False
+
+
+class Completion(BaseModel):
+    """A request. Fields that are not listed are ignored, as OpenAI's servers do."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: StrictStr
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    stream: StrictBool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    seed: Annotated[int | None, Field(ge=0, lt=2**63)] = None
+    stop: StrictStr | Annotated[list[StrictStr], Field(max_length=16)] | None = None
+    retrieval: Annotated[StrictBool | None, Field(description="false: answer without the documents")] = None
+    n: Literal[1, None] = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: Literal[False, None] = None
+    response_format: dict[str, Any] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The engine's options that were given."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given = {
+            "max_new_tokens": self.max_completion_tokens or self.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "stop": stop or None,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def router(services: Services) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(tags=["OpenAI"])
+    name = services.model_name
+    started = int(time.time())
+
+    @routes.get("/v1/models", summary="The model that answers")
+    async def models() -> dict[str, Any]:
+        """OpenAI's list of one model, and what this server offers and admits."""
+        settings, options = services.settings, services.engine.options
+        own = {
+            "decoders": [name for name, kind in KINDS.items() if kind.why_not(services.engine.model) is None],
+            "policies": list(POLICIES),
+            "defaults": {
+                name: getattr(options, name) for name in ("k", "decoder", "policy", "max_new_tokens", "candidates")
+            },
+            "limits": {
+                name: getattr(settings, name)
+                for name in ("max_k", "max_new_tokens", "max_question_chars", "max_file_bytes", "max_documents")
+            },
+        }
+        model = {"id": name, "object": "model", "created": started, "owned_by": "pdllm-rag", "pdllm": own}
+        return {"object": "list", "data": [model]}
+
+    @routes.post("/v1/chat/completions", summary="Ask in a conversation")
+    async def chat(body: Completion, request: Request) -> Response:
+        """OpenAI's chat completion; `citations` is always there, in a stream in the last event before [DONE]."""
+        if body.model != name:
+            raise ApiError(404, f"there is no such model here; the one that answers is {name}", "model_not_found")
+        if body.response_format and body.response_format.get("type") != "text":
+            raise ApiError(422, "only text answers are offered", "unsupported", param="response_format")
+        options = body.options()
+        services.check_limit("max_tokens", options.get("max_new_tokens"), services.settings.max_new_tokens)
+        messages = [message.plain() for message in body.messages]
+        question = messages[-1]["content"]
+        alone = body.retrieval is False or (body.retrieval is None and _ERRANDS.search(question) is not None)
+        if not alone:
+            services.check_question(question)
+        kept = await asyncio.to_thread(_kept, services, messages)  # a long talk takes its time to be counted
+        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
+        history = {"kept": len(kept) - 1, "given": len(messages) - 1}
+        if not body.stream:
+            answer = await services.answer(request, kept, alone=alone, **options)
+            return JSONResponse(_completion(head, answer, history))
+        events = services.ask(request, kept, alone=alone, **options)
+        first = await anext(events)  # so that what fails before it has its own status
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        return sse.stream(_chunks(head, first, events, history, include_usage=include_usage))
+
+    return routes
+
+
+def _kept(services: Services, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """The question and the newest turns before it that fit, system messages first of all; none begins mid-exchange."""
+    room = services.settings.max_history_tokens
+    earlier = list(enumerate(messages[:-1]))
+    chosen: set[int] = set()
+    for index, message in sorted(earlier, key=lambda entry: (entry[1]["role"] != "system", -entry[0])):
+        room -= len(services.engine.model.tokenizer.encode(message["content"]))
+        if room < 0:
+            break
+        chosen.add(index)
+    turns = [message for index, message in earlier if index in chosen and message["role"] != "system"]
+    while turns and turns[0]["role"] == "assistant":
+        turns.pop(0)
+    system = [message for index, message in earlier if index in chosen and message["role"] == "system"]
+    return [*system, *turns, messages[-1]]
+
+
+def _completion(head: dict[str, Any], answer: Answer, history: dict[str, int]) -> dict[str, Any]:
+    message = {"role": "assistant", "content": answer.text}
+    choice = {"index": 0, "message": message, "finish_reason": answer.stats.finish_reason, "logprobs": None}
+    own = {"citations": _citations(answer), "history": history}
+    return {**head, "object": "chat.completion", "choices": [choice], "usage": usage(answer.stats), **own}
+
+
+def _citations(answer: Answer) -> list[dict[str, Any]]:
+    citations: list[dict[str, Any]] = answer.as_dict()["citations"]
+    return citations
+
+
+async def _chunks(
+    head: dict[str, Any],
+    first: StreamEvent,
+    events: AsyncGenerator[StreamEvent, None],
+    history: dict[str, int],
+    *,
+    include_usage: bool,
+) -> AsyncIterator[bytes]:
+    def chunk(delta: dict[str, Any] | None, finish_reason: str | None = None, **own: Any) -> bytes:
+        choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": finish_reason}]
+        return sse.message({**head, "object": "chat.completion.chunk", "choices": choices, **own})
+
+    try:
+        yield chunk({"role": "assistant", "content": ""})
+        event = first
+        while not isinstance(event, Final):
+            if isinstance(event, TextDelta):
+                yield chunk({"content": event.text})
+            event = await anext(events)
+        answer = event.answer
+        own: dict[str, Any] = {"citations": _citations(answer), "history": history}
+        yield chunk({}, answer.stats.finish_reason, **own)
+        if include_usage:
+            yield chunk(None, usage=usage(answer.stats), **own)
+        yield b"data: [DONE]\n\n"
+    except ApiError as error:
+        yield sse.message(error.body())
+    except ClientDisconnect:
+        return
+    finally:
+        await events.aclose()

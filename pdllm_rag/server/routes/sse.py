@@ -1,0 +1,22 @@
+"""Server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+
+HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+def message(data: Any, event: str | None = None) -> bytes:
+    """One event; `data` becomes JSON."""
+    name = "" if event is None else f"event: {event}\n"
+    return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
+
+
+def stream(messages: AsyncIterator[bytes]) -> StreamingResponse:
+    """The answer that sends them as they come."""
+    return StreamingResponse(messages, media_type="text/event-stream", headers=HEADERS)
