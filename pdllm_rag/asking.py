@@ -118,7 +118,7 @@ class Asking:
             RequestError: no question, or `min_support` for a family without calibration.
             ContextWindowError: it does not fit.
             GenerationCancelled: `options.cancel` was set.
-            ValueError: the decoder cannot run here, or the policy means nothing for this model.
+            UnfitModelError: the decoder cannot run here, or the policy means nothing for this model.
         """
         check_policy(options.policy, self.model.spec)
         clock = Clock()

@@ -71,6 +71,10 @@ class UnmatchedContextError(RequestError):
     """A prompt holds context that is in no stored chunk, and the caller wanted none."""
 
 
+class UnfitModelError(RequestError, ValueError):
+    """A decoder or policy was asked for that means nothing for the model."""
+
+
 class ContextWindowError(RequestError):
     """Question, chunks and answer do not fit the model's window."""
 

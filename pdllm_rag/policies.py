@@ -19,6 +19,7 @@ from pdllm_store import ChunkKV
 
 from pdllm_rag.attends import CaptureAttend
 from pdllm_rag.attention import block_masks, causal_block
+from pdllm_rag.errors import UnfitModelError
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.models.spec import ModelSpec
 from pdllm_rag.placement import Placement
@@ -27,9 +28,9 @@ POLICIES = ("independent", "joint", "joint_query")
 
 
 def check_policy(policy: str, spec: ModelSpec) -> None:
-    """Raises ValueError where a policy means nothing for a model."""
+    """Raises UnfitModelError where a policy means nothing for a model."""
     if policy == "joint_query" and causal_block(spec.family) is not None:
-        raise ValueError(
+        raise UnfitModelError(
             f"policy is 'joint_query' with family {spec.family.name}, whose chunks do not see what stands after them; "
             "expected 'joint', which is the same there, or 'independent'"
         )

@@ -126,6 +126,7 @@ def test_filters_and_options_reach_the_engine(site: Site) -> None:
         ({"question": "boat", "filter": {"a": {"b": 1}}}, "filter"),
         ({"question": "boat", "colour": "red"}, "colour"),
         ({}, "question"),
+        ({"question": "boat", "decoder": "block_causal"}, "does not run on"),
     ],
 )
 def test_a_bad_question_is_refused_with_a_reason(site: Site, fields: dict[str, Any], word: str) -> None:

@@ -19,6 +19,7 @@ from pdllm_rag.decoding.options import Asked, read_options, reads_no_kv
 from pdllm_rag.decoding.pipeline import D2FOptions
 from pdllm_rag.decoding.static_kv import StaticKVDecoder, StaticKVOptions
 from pdllm_rag.decoding.vanilla import VanillaDecoder, VanillaOptions
+from pdllm_rag.errors import UnfitModelError
 from pdllm_rag.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -93,12 +94,12 @@ def make_decoder(
     """The decoder of that name for a model; tells of a model that it was not made for.
 
     Raises:
-        ValueError: bad options, or a model that it cannot run on.
+        ValueError: bad options; UnfitModelError: it cannot run on the model.
     """
     kind = KINDS[name]
     chosen = read_options(name, kind.options, options)
     if reason := kind.why_not(model):
-        raise ValueError(f"decoder {name!r} does not run on {model.spec.name}: {reason}")
+        raise UnfitModelError(f"decoder {name!r} does not run on {model.spec.name}: {reason}")
     if reason := kind.caution(model, chosen):
         logger.warning("decoder %r is not meant for %s: %s", name, model.spec.name, reason)
     return kind.decoder(model, rule, chosen, backend=backend)
