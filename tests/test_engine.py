@@ -318,8 +318,8 @@ def test_chunk_ids_and_pasted_context_replace_retrieval(engine: RagEngine) -> No
     assert pasted.text == by_id.text
     assert (pasted.stats.chunks.hit, pasted.stats.chunks.recomputed) == (0, 1)
     assert engine.store.stats().chunks == before.chunks
-    with pytest.raises(ValueError, match="at most one"):
-        engine.answer("boat", context=text, chunk_ids=[ref.chunk_id])
+    both = engine.answer("boat", context="A tug tows.", chunk_ids=[ref.chunk_id], abstain=False).stats.chunks
+    assert (both.hit, both.recomputed) == (1, 1)
 
 
 def test_filters_apply_before_scoring_and_an_empty_one_reads_nothing(tiny_model: LoadedModel) -> None:
