@@ -7,7 +7,7 @@
   block's rows have nothing kept, so the first pass after it is full for that sequence;
 - it is an approximation: with `refresh_every=1` it is static-KV decoding, otherwise answers may differ.
 
-Source: DyLLM (arXiv 2603.08026). docs/decoders-dyllm.md has what was measured.
+Source: DyLLM (arXiv 2603.08026). docs/decoders.md has what was measured.
 """
 
 from __future__ import annotations
