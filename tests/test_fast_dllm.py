@@ -18,7 +18,7 @@ from pdllm_rag.attends import DenseAttend
 from pdllm_rag.context import gather
 from pdllm_rag.decoding import Canvas, CommitRule, DecodeRequest, DecodeStep, FastDLLMDecoder, VanillaDecoder, graphed
 from pdllm_rag.decoding.denoise import canvas_of, denoise
-from pdllm_rag.decoding.fast_dllm import FastDLLMOptions, _FirstRowFirst, _Passes
+from pdllm_rag.decoding.fast_dllm import FastDLLMOptions, _Passes
 from pdllm_rag.decoding.predictions import LogitRows
 from pdllm_rag.decoding.static_kv import StaticKVDecoder
 from pdllm_rag.decoding.vanilla import VanillaOptions
@@ -77,18 +77,17 @@ def reference(model: LoadedModel, cache: Cache, rule: CommitRule, request: Decod
         start += len(ids)
     attend, begun = Keeping(model, torch.arange(n), mask), None
 
-    def forward(_: Sequence[int], canvases: Sequence[Canvas]) -> list[LogitRows | _FirstRowFirst]:
+    def forward(_: Sequence[int], canvases: Sequence[Canvas]) -> list[LogitRows]:
         nonlocal begun
         (own,) = canvases
         first = n_context + own.prompt_len
         attend.stale[:] = False
-        if is_inside := own.block == begun:
-            attend.stale[: first + own.block.start] = True
+        if own.block == begun:
+            attend.stale[: first + own.block.start - shift] = True  # with the row that predicts the block's first
             attend.stale[first + own.block.stop :] = cache == "dual"
         begun = own.block
         hidden = model.backbone.hidden(torch.cat((torch.tensor(context, dtype=torch.int64), own.ids)), attend)
-        rows = LogitRows(model.backbone.logits(hidden[first + own.open_rows() - shift]))
-        return [_FirstRowFirst(rows) if shift and not is_inside else rows]
+        return [LogitRows(model.backbone.logits(hidden[first + own.open_rows() - shift]))]
 
     return denoise([request], forward, model.spec, rule, [canvas])
 
@@ -145,9 +144,8 @@ def test_with_nothing_committed_a_step_within_a_block_says_what_the_first_one_sa
     expected = model.backbone.logits(hidden[canvas.prompt_len + canvas.open_rows() - int(shift)])
     for _ in range(2):
         (found,) = passes.forward([0], [canvas])
-        rows = getattr(found, "_predictions", found)
-        skipped = int(shift)  # the first row's prediction lies before the block
-        torch.testing.assert_close(rows.logits[skipped:], expected[skipped:], rtol=0, atol=1e-4)
+        assert isinstance(found, LogitRows)
+        torch.testing.assert_close(found.logits, expected, rtol=0, atol=1e-4)
 
 
 @both_caches
@@ -176,9 +174,6 @@ def test_a_threshold_of_1_commits_one_token_a_step_and_of_0_a_block(
     slow = list(FastDLLMDecoder(model, ONE_BY_ONE, FastDLLMOptions(cache)).steps([request]))
     assert all(len(step.rows) == 1 for step in slow)
     assert max_new_tokens <= len(slow) <= n_rows
-    if shift:
-        firsts = [step.rows[0] for n, step in enumerate(slow) if n % BLOCK == 0]
-        assert firsts == list(range(0, len(slow), BLOCK))
     at_once = list(FastDLLMDecoder(model, CommitRule(threshold=0.0), FastDLLMOptions(cache)).steps([request]))
     assert [len(step.rows) for step in at_once] == [BLOCK] * (n_rows // BLOCK)
 

@@ -82,6 +82,39 @@ def plot_speed_up(figures: Mapping[str, Any], path: str | Path) -> None:
     _save(figure, path)
 
 
+def plot_decoders(figures: Mapping[str, Any], path: str | Path) -> None:
+    """F1 over speed for every setting, or a panel for each case of tokens a second over tokens a step."""
+    if "quality" in figures:
+        figure, (axis,) = _canvas(1, 1, figures["machine"])
+        for number, one in enumerate(figures["quality"]):
+            f1 = one["f1"]
+            reach = [[f1["value"] - f1["low"]], [f1["high"] - f1["value"]]]
+            axis.errorbar(
+                one["speed_up"], f1["value"], yerr=reach, marker=MARKERS[number % 8], capsize=3, label=one["setting"]
+            )
+        axis.set_title(f"{figures['model']}, {figures['n']} questions", fontsize=FONT_SIZE)
+        axis.set_xlabel(f"times faster than {figures['baseline']} (decoding)", fontsize=FONT_SIZE)
+        axis.set_ylabel("token F1 (95 % interval)", fontsize=FONT_SIZE)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=FONT_SIZE - 4)
+        _save(figure, path)
+        return
+    panels: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for row in figures["speed"]:
+        panels.setdefault((row["prompt"], row["sequences"]), []).append(row)
+    figure, axes = _canvas(1, len(panels), figures["machine"])
+    for axis, ((prompt, sequences), rows) in zip(axes, panels.items(), strict=True):
+        counts = [row["tokens_per_step"] for row in rows]
+        for number, name in enumerate(rows[0]["contenders"]):
+            speeds = [row["contenders"][name]["tokens_per_s"]["median"] for row in rows]
+            axis.plot(counts, speeds, marker=MARKERS[number % 8], label=name)
+        title = f"{figures['model']}, {figures['machine']['dtype']}, prompt {_tokens(prompt)}, {sequences} at once"
+        axis.set_title(title, fontsize=FONT_SIZE)
+        _log_axes(axis, counts, "tokens of a sequence committed a step (forced)", "tokens a second")
+        axis.legend(fontsize=FONT_SIZE - 4)
+    _save(figure, path)
+
+
 def _lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, list[tuple[int, float]]]]:
     """(context, µs) points by line: each variant of ours, and the fastest of every other family."""
     lines: dict[str, tuple[str, list[tuple[int, float]]]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from pdllm_rag.cli import bench_attention, bench_decode, bench_prefill
+from pdllm_rag.cli import bench_attention, bench_decode, bench_decoders, bench_prefill
 from pdllm_rag.cli.bench_report import model_subject, quartiles, report, waiting
 from pdllm_rag.cli.bench_values import list_of
 from pdllm_rag.cli.console import byte_size, table
@@ -69,6 +69,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench_prefill.add_parser(benches)
     bench_attention.add_parser(benches)
     bench_decode.add_parser(benches)
+    bench_decoders.add_parser(benches)
     _add_store_bench(benches)
     _add_corpus_bench(benches)
 

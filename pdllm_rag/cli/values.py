@@ -125,10 +125,15 @@ class TypedKeyValues(KeyValues):
 
     def value(self, text: str) -> Any:
         """See `KeyValues.value`."""
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
+        return typed(text)
+
+
+def typed(text: str) -> Any:
+    """A number, true, false or null as in JSON, and any other text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _number(text: str) -> float:

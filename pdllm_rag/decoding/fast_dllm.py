@@ -5,12 +5,11 @@
 - chunks are static, as for static-KV decoding, and the cached prompt is the question; with a dense context, chunks are
   part of the prompt;
 - every sequence is at its own place in its own block, so a batch changes no answer;
-- with logit shift a block's first row is predicted by the row before, which later steps do not compute: the block's
-  first step commits it, whatever its confidence, in the place of the surest row.
+- with logit shift a block's first row is predicted by the row before it, which is computed with the block. (The source
+  leaves it out, and so has to commit the first row in the block's first step, however unsure it is.)
 
 Source: Fast-dLLM (arXiv 2505.22618), block-wise approximate KV cache, prefix and dual, and parallel decoding. Unlike
-its code this takes no further step for a block that its first step has completed, and where that first step commits a
-shifted block's first row it commits others that are sure enough as well.
+its code this takes no further step for a block that its first step has completed.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ import torch
 from pdllm_rag.attends import WholeCanvasAttend, split_s_attend
 from pdllm_rag.attention import causal_block, resolve
 from pdllm_rag.context import Context, gather, rows_needed
-from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep, Sampling
+from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.denoise import CommitRule, canvas_of, denoise
 from pdllm_rag.decoding.graphed import GraphedStep, Shape, can_capture, checked_out
 from pdllm_rag.decoding.options import Asked, reads_no_kv
 from pdllm_rag.decoding.predictions import Predictions
-from pdllm_rag.decoding.sampling import Order, Proposal
 from pdllm_rag.decoding.static_kv import answer_logits
 from pdllm_rag.models.backbone import Attend
 from pdllm_rag.models.fused import FusedBackbone
@@ -112,8 +110,10 @@ class FastDLLMDecoder:
                 step: GraphedStep | None = None
                 if self.is_graphed and requests:
                     assert isinstance(backbone, FusedBackbone)
-                    block_len = spec.family.block_len
-                    shape = Shape.fitting(len(requests), block_len, n_rows - len(requests) * block_len, block_len)
+                    answers = spec.family.block_len
+                    window = answers + int(spec.logit_shift)
+                    fitting = Shape.fitting(len(requests), window, n_rows - len(requests) * window, answers)
+                    shape = fitting._replace(canvas_rows=window)  # rounded up it would be twice as much
                     step = stack.enter_context(checked_out(backbone, spec.logit_shift, shape, GraphedStep))
                 context = gather(placed, rooms, backbone, into=step.buffers if step else None)
                 passes = _Passes(self._model, context, self._cache, self._backend, step)
@@ -141,21 +141,6 @@ def clash(asked: Asked, options: FastDLLMOptions) -> str | None:
     return reads_no_kv(asked)
 
 
-class _FirstRowFirst:
-    """Predictions whose first row is committed before all others, and always."""
-
-    def __init__(self, predictions: Predictions) -> None:
-        self._predictions = predictions
-        self.mean_log_p = predictions.mean_log_p
-
-    def propose(self, sampling: Sampling, generator: torch.Generator, order: Order) -> Proposal:
-        """See `Predictions.propose`."""
-        proposal = self._predictions.propose(sampling, generator, order)
-        rank = proposal.rank.clone()
-        rank[0] = torch.inf
-        return proposal._replace(rank=rank)
-
-
 class _Passes:
     """Forward passes over buffers that hold what earlier ones left.
 
@@ -167,6 +152,7 @@ class _Passes:
         self, model: LoadedModel, context: Context, cache: Cache, backend: str, step: GraphedStep | None
     ) -> None:
         self._model = model
+        self._shift = int(model.spec.logit_shift)
         self._context = context
         self._cache = cache
         self._backend = backend
@@ -186,16 +172,13 @@ class _Passes:
                 own = [canvases[n] for n in members]
                 windows = [range(len(canvases[n].ids)) if first[n] else self._window(canvases[n]) for n in members]
                 found.update(zip(members, way(tuple(active[n] for n in members), own, tuple(windows)), strict=True))
-        for n, index in enumerate(active):
-            self._begun[index] = canvases[n].block
-            if first[n] and self._model.spec.logit_shift:
-                found[n] = _FirstRowFirst(found[n])
+        self._begun.update((index, canvas.block) for index, canvas in zip(active, canvases, strict=True))
         return [found[n] for n in range(len(active))]
 
     def _window(self, canvas: Canvas) -> range:
         """Canvas rows that a step within a block computes."""
         start, stop = canvas.prompt_len + canvas.block.start, canvas.prompt_len + canvas.block.stop
-        return range(start, stop if self._cache == "dual" else len(canvas.ids))
+        return range(start - self._shift, stop if self._cache == "dual" else len(canvas.ids))
 
     def _eager(
         self, active: tuple[int, ...], canvases: Sequence[Canvas], windows: tuple[range, ...]
