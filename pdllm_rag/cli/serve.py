@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import signal
 import socket
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from pdllm_rag.cli.console import say
 from pdllm_rag.cli.opening import add_model, add_store, open_engine
 from pdllm_rag.cli.options import LOADS
 from pdllm_rag.cli.values import positive_int
+
+if TYPE_CHECKING:
+    from pdllm_rag.engine import RagEngine
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -69,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     with listening, open_engine(args, create=not args.read_only, load=args.load) as engine:
         if settings.without_key and not settings.is_loopback and not settings.key_digests():
             say("warning", "anybody who reaches this address can read, add and delete documents")
+        _warm_up(engine)
         listening.listen()  # who reads the next line may connect at once
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -84,6 +90,17 @@ def run(args: argparse.Namespace) -> int:
             signal.signal(number, signal.SIG_IGN)  # uvicorn has its own handlers, and raises them again when it is done
         uvicorn.Server(config).run([listening])
     return 0
+
+
+def _warm_up(engine: RagEngine) -> None:
+    """Load what the first question needs, and spare all that is loaded from garbage collection.
+
+    A full collection looks at every object of torch and transformers, with everything else at a stand: half a second.
+    """
+    for _ in engine.asked("Is it there?", alone=True, max_new_tokens=1).events():
+        pass
+    gc.collect()
+    gc.freeze()
 
 
 def _bound(host: str, port: int) -> socket.socket:
