@@ -130,14 +130,14 @@ def plot_refusals(figures: Mapping[str, Any], path: str | Path) -> None:
     axis = axes[0][0]
     rows = figures["by_min_support"]
     falsely = [row["answerable"]["value"] for row in rows]
-    for kind, (label, colour, marker) in REFUSAL_STYLES.items():
-        if not figures[kind]["n"]:
-            continue
+    kinds = [kind for kind in REFUSAL_STYLES if figures[kind]["n"]]
+    for kind in kinds:
+        label, colour, marker = REFUSAL_STYLES[kind]
         values, lows, highs = ([row[kind][key] for row in rows] for key in ("value", "low", "high"))
         axis.fill_between(falsely, lows, highs, color=colour, alpha=0.15)
         axis.plot(falsely, values, color=colour, marker=marker, label=f"{label} (n = {figures[kind]['n']})")
         for row, *place in zip(rows, falsely, values, strict=True):
-            if row["min_support"] in NAMED_SUPPORTS:
+            if row["min_support"] in NAMED_SUPPORTS and kind == kinds[-1]:
                 axis.annotate(f"{row['min_support']:g}", place, (4, -14), textcoords="offset points", color=colour)
     axis.plot((0, 1), (0, 1), color="#999999", linestyle=":", label="chance")
     axis.set_xlabel(f"answerable questions refused (n = {figures['answerable']['n']})", fontsize=FONT_SIZE)
