@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from pdllm_store import (
@@ -26,7 +27,7 @@ from pdllm_store import (
 
 from pdllm_rag.first_stage import BM25Index
 from pdllm_rag.lexical_tables import LexicalTables
-from pdllm_rag.squeezing import ANCHOR_SIGNS, Squeezed, hashed, signs_of, squeeze
+from pdllm_rag.squeezing import ANCHOR_SIGNS, Imprint, Squeezed, hashed, signs_of, squeeze
 
 MAX_PLACES = 8  # documents with one and the same chunk whose next chunk is looked for behind it
 
@@ -73,13 +74,9 @@ class Copies:
     def _confirmed(self, matches: Iterable[tuple[_Run, ChunkRef]], signs: str) -> dict[_Run, ChunkId]:
         """The matches whose stored text stands there, and the chunks behind them that follow in the text as well."""
         documents: dict[str, Document | None] = {}
-        n_places: Counter[_Run] = Counter()
         runs: dict[_Run, ChunkId] = {}
         seen: set[tuple[str, int, int]] = set()
         for run, ref in matches:
-            n_places[run] += 1
-            if n_places[run] > MAX_PLACES:
-                continue
             if ref.doc_id not in documents:
                 documents[ref.doc_id] = self._document(ref.doc_id)
             document = documents[ref.doc_id]
@@ -104,16 +101,19 @@ class Copies:
 
 
 def _matches(tables: LexicalTables, signs: str, spots: Mapping[int, list[_Run]]) -> list[tuple[_Run, ChunkRef]]:
-    """Where the hash of a chunk fits, in document order for each place."""
-    found: dict[int, list[_Run]] = defaultdict(list)
+    """Where the hash of a chunk fits, in document order."""
+    numbers: dict[Imprint, list[int]] = defaultdict(list)
     for number, imprint in tables.imprints(list(spots)):
+        numbers[imprint].append(number)
+    digest = cache(lambda start, n_signs: hashed(signs[start : start + n_signs]))
+    found: dict[int, list[_Run]] = defaultdict(list)
+    for imprint, same in numbers.items():
         for start, end in spots[imprint.anchor]:
             is_short = imprint.n_signs < ANCHOR_SIGNS
-            if is_short and end - start != imprint.n_signs:
-                continue
-            whole = signs[start : start + imprint.n_signs]
-            if len(whole) == imprint.n_signs and hashed(whole) == imprint.digest:
-                found[number].append((start, start + imprint.n_signs))
+            fits = end - start == imprint.n_signs if is_short else start + imprint.n_signs <= len(signs)
+            if fits and digest(start, imprint.n_signs) == imprint.digest:
+                for number in same[:MAX_PLACES]:
+                    found[number].append((start, start + imprint.n_signs))
     return [(run, ref) for number, ref in tables.refs(list(found)) for run in found[number]]
 
 

@@ -131,7 +131,7 @@ def figures(done: Mapping[str, dict[str, Any]], questions: Sequence[Question], w
     correct = [grade(done[q.id][way]["text"], q.answers).correct for q in answerable]
     said = [done[q.id][way] for q in questions]
     return {
-        "accuracy": proportion(sum(correct), len(correct)).as_dict(),
+        "accuracy": accuracy.as_dict() if (accuracy := proportion(correct)) else None,
         "same_text_as_engine": sum(done[q.id][way]["text"] == done[q.id][same]["text"] for q in questions),
         "questions": len(questions),
         "recomputed": sum(one["recomputed"] for one in said),

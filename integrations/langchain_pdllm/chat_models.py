@@ -8,22 +8,21 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LangSmithParams
+from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.tools import BaseTool
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import BeforeValidator
 
-from langchain_pdllm._documents import as_part
+from langchain_pdllm._answering import AnsweringModel
 from langchain_pdllm.messages import answer_message, delta_message, final_message, read_messages
-from pdllm_rag.components.answering import AnswerComponent, Request
+from pdllm_rag.components.answering import Request
 
 if TYPE_CHECKING:
     from pdllm_rag.events import StreamEvent
-    from pdllm_rag.resolving import Part
 
 
-class ChatPDLLM(AnswerComponent, BaseChatModel):
+class ChatPDLLM(AnsweringModel, BaseChatModel):
     """Answers the last human message from a chunk-KV store, with citations.
 
     What it reads: the documents of a call (`chunks=`) or of `as_message`; else the stored chunks whose text a prompt
@@ -39,30 +38,9 @@ class ChatPDLLM(AnswerComponent, BaseChatModel):
     use for them. Left out: tool calling and structured output; parts of messages that are not text.
     """
 
-    model_config = ConfigDict(extra="forbid")  # LangChain's base would ignore a mistyped option
-
     streaming: bool = False
     max_retries: int | None = None
     api_key: Annotated[None, BeforeValidator(lambda _: None)] = None
-
-    @property
-    def _llm_type(self) -> str:
-        return "pdllm"
-
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        return self.identifying_params()
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
-        params["ls_provider"] = "pdllm"
-        return params
-
-    def get_token_ids(self, text: str) -> list[int]:
-        """Ids of plain text in the model's own tokenizer."""
-        if self.custom_get_token_ids is not None:
-            return self.custom_get_token_ids(text)
-        return self.opened().model.tokenizer.encode(text)
 
     def bind_tools(
         self,
@@ -139,10 +117,6 @@ class ChatPDLLM(AnswerComponent, BaseChatModel):
         reading = read_messages(messages)
         given = {name: value for name, value in given.items() if name != "stream"}  # LangChain has acted on it
         return self.request(reading.turns, reading.parts, {"stop": stop, **given})
-
-    def part(self, chunk: Any) -> Part:
-        """A document, or a chunk's id."""
-        return as_part(chunk) or super().part(chunk)
 
 
 def _chunk(event: StreamEvent, request: Request) -> ChatGenerationChunk | None:

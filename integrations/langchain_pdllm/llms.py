@@ -8,49 +8,25 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import LangSmithParams
 from langchain_core.language_models.llms import LLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.runnables import Runnable
-from pydantic import ConfigDict
 
-from langchain_pdllm._documents import as_part
+from langchain_pdllm._answering import AnsweringModel
 from langchain_pdllm.messages import generation_info
-from pdllm_rag.components.answering import AnswerComponent, Request
+from pdllm_rag.components.answering import Request
 
 if TYPE_CHECKING:
     from pdllm_rag.answer import Answer
     from pdllm_rag.events import StreamEvent
-    from pdllm_rag.resolving import Part
 
 
-class PDLLM(AnswerComponent, LLM):
+class PDLLM(AnsweringModel, LLM):
     """Answers a prompt from a chunk-KV store.
 
     It reads what `ChatPDLLM` would read for the prompt as one human message, and takes the same options. `generate` and
     streamed chunks carry citations, usage and the rest of `ChatPDLLM`'s metadata as `generation_info`.
     """
-
-    model_config = ConfigDict(extra="forbid")  # LangChain's base would ignore a mistyped option
-
-    @property
-    def _llm_type(self) -> str:
-        return "pdllm"
-
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        return self.identifying_params()
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
-        params["ls_provider"] = "pdllm"
-        return params
-
-    def get_token_ids(self, text: str) -> list[int]:
-        """Ids of plain text in the model's own tokenizer."""
-        if self.custom_get_token_ids is not None:
-            return self.custom_get_token_ids(text)
-        return self.opened().model.tokenizer.encode(text)
 
     def batch(self, inputs: Any, config: Any = None, *, return_exceptions: bool = False, **kwargs: Any) -> list[Any]:
         """As of any runnable: prompts are answered one by one, so that one that fails leaves the others."""
@@ -132,10 +108,6 @@ class PDLLM(AnswerComponent, LLM):
 
     def _request(self, prompt: str, stop: list[str] | None, given: dict[str, Any]) -> Request:
         return self.request([{"role": "user", "content": prompt}], None, {"stop": stop, **given})
-
-    def part(self, chunk: Any) -> Part:
-        """A document, or a chunk's id."""
-        return as_part(chunk) or super().part(chunk)
 
 
 def _generation(answer: Answer, request: Request) -> Generation:

@@ -10,7 +10,7 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from pydantic import ConfigDict
 
-from langchain_pdllm._documents import as_document
+from langchain_pdllm._answering import as_document
 from pdllm_rag.components.searching import SearchComponent
 
 

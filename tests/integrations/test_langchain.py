@@ -24,7 +24,7 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
-from langchain_pdllm import ChatPDLLM, PDLLMRetriever, as_message
+from langchain_pdllm import PDLLM, ChatPDLLM, PDLLMRetriever, as_message
 from pdllm_store import LMDBStore, MemoryStore, StoreNotFoundError
 from pydantic import PrivateAttr
 
@@ -217,7 +217,7 @@ def test_stop_strings_end_the_answer(chat: ChatPDLLM) -> None:
     assert "".join(chunk.text for chunk in chat.stream(QUESTION, stop=[stop])) == full[: full.index(stop)].rstrip()
 
 
-@pytest.mark.parametrize("cls", [ChatPDLLM, PDLLMRetriever])
+@pytest.mark.parametrize("cls", [ChatPDLLM, PDLLM, PDLLMRetriever])
 @pytest.mark.parametrize("k", [0, -1, "3", 2.5, True])
 def test_a_k_that_is_no_positive_whole_number_is_refused(cls: Any, place: dict[str, str], k: object) -> None:
     with pytest.raises(ValueError, match="k"):
@@ -226,7 +226,7 @@ def test_a_k_that_is_no_positive_whole_number_is_refused(cls: Any, place: dict[s
         cls(**place).invoke(QUESTION, k=k)
 
 
-@pytest.mark.parametrize("cls", [ChatPDLLM, PDLLMRetriever])
+@pytest.mark.parametrize("cls", [ChatPDLLM, PDLLM, PDLLMRetriever])
 def test_unknown_options_are_refused(cls: Any, place: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="top_k"):
         cls(**place, top_k=3)
@@ -282,7 +282,7 @@ def used(cls: Any, place: dict[str, str]) -> Any:
     return component
 
 
-@pytest.mark.parametrize("cls", [ChatPDLLM, PDLLMRetriever])
+@pytest.mark.parametrize("cls", [ChatPDLLM, PDLLM, PDLLMRetriever])
 def test_a_used_component_copies_and_pickles_and_shares_its_engine(cls: Any, place: dict[str, str]) -> None:
     component = used(cls, place)
     for twin in (copy.copy(component), copy.deepcopy(component), component.model_copy(deep=True)):
@@ -299,7 +299,7 @@ def test_components_of_one_store_and_model_share_an_engine(place: dict[str, str]
     assert chat.opened() is retriever.opened()
 
 
-@pytest.mark.parametrize("cls", [ChatPDLLM, PDLLMRetriever])
+@pytest.mark.parametrize("cls", [ChatPDLLM, PDLLM, PDLLMRetriever])
 def test_a_dump_and_a_repr_hold_no_tensor(cls: Any, place: dict[str, str]) -> None:
     component = used(cls, place)
     dump = component.model_dump()
@@ -342,7 +342,7 @@ def test_a_response_cache_forgets_answers_when_the_store_changes(tmp_path: Path,
         assert chat.invoke(QUESTION).response_metadata["kv"]["hit"] == 2
 
 
-@pytest.mark.parametrize("cls", [ChatPDLLM, PDLLMRetriever])
+@pytest.mark.parametrize("cls", [ChatPDLLM, PDLLM, PDLLMRetriever])
 def test_a_subclass_may_add_fields_and_private_attributes(cls: Any, place: dict[str, str]) -> None:
     class Own(cls):  # type: ignore[misc]
         label: str = "x"
@@ -372,6 +372,16 @@ def test_the_identity_names_the_store_and_its_generation(chat: ChatPDLLM, place:
         "ls_max_tokens": 8,
         "ls_stop": ["x"],
     }
+
+
+def test_the_completion_model_is_traced_and_counts_as_the_chat_model_does(
+    chat: ChatPDLLM, place: dict[str, str]
+) -> None:
+    llm = PDLLM(**place, max_tokens=8, stop=["x"])
+    params = llm._get_ls_params()
+    assert params == {**chat._get_ls_params(stop=["x"]), "ls_model_type": "llm"}
+    assert llm.get_num_tokens("tea") == 3
+    assert llm._identifying_params == {**chat._identifying_params, "k": None, "steps": None, "stop": ["x"]}
 
 
 def test_an_import_loads_neither_torch_nor_the_framework() -> None:
