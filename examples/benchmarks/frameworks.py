@@ -183,7 +183,8 @@ def main() -> None:
         "answers": {way: figures(done, questions, way) for way in asks},
         "times": times(asks, questions[: given.timed], given.repeat, engine) if given.timed else None,
     }
-    command = f"python examples/benchmarks/frameworks.py --store {given.store} --every {given.every}"
+    options = f"--every {given.every} --timed {given.timed} --repeat {given.repeat}"
+    command = f"python examples/benchmarks/frameworks.py --store {given.store} {options}"
     OUT.write_text(json.dumps({"command": command, "result": result}, indent=1) + "\n")
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
 from langchain_core.language_models import LangSmithParams
-from pydantic import ConfigDict
 
 from pdllm_rag.components.answering import AnswerComponent, document_part
 from pdllm_rag.components.searching import Hit
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
 class AnsweringModel(AnswerComponent):
     """Goes before LangChain's own base class."""
-
-    model_config = ConfigDict(extra="forbid")  # LangChain's bases would ignore a mistyped option
 
     @property
     def _llm_type(self) -> str:

@@ -12,7 +12,7 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.tools import BaseTool
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, ConfigDict
 
 from langchain_pdllm._answering import AnsweringModel
 from langchain_pdllm.messages import answer_message, delta_message, final_message, read_messages
@@ -37,6 +37,8 @@ class ChatPDLLM(AnsweringModel, BaseChatModel):
     `max_retries` and `api_key` are accepted, because generic code gives them to every chat model; a local model has no
     use for them. Left out: tool calling and structured output; parts of messages that are not text.
     """
+
+    model_config = ConfigDict(extra="forbid")  # LangChain's base would ignore a mistyped option
 
     streaming: bool = False
     max_retries: int | None = None

@@ -11,6 +11,7 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models.llms import LLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.runnables import Runnable
+from pydantic import ConfigDict
 
 from langchain_pdllm._answering import AnsweringModel
 from langchain_pdllm.messages import generation_info
@@ -27,6 +28,8 @@ class PDLLM(AnsweringModel, LLM):
     It reads what `ChatPDLLM` would read for the prompt as one human message, and takes the same options. `generate` and
     streamed chunks carry citations, usage and the rest of `ChatPDLLM`'s metadata as `generation_info`.
     """
+
+    model_config = ConfigDict(extra="forbid")  # LangChain's base would ignore a mistyped option
 
     def batch(self, inputs: Any, config: Any = None, *, return_exceptions: bool = False, **kwargs: Any) -> list[Any]:
         """As of any runnable: prompts are answered one by one, so that one that fails leaves the others."""
