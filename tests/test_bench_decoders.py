@@ -157,7 +157,8 @@ def test_the_command_asks_settings_and_draws(pdllm: Pdllm, filled: Path, tiny_mo
     assert "static_kv threshold=1.0 (baseline)" in pdllm(*argv).out
     assert "no option 'colour'" in one_line(pdllm(*argv, "--setting", "fast_dllm colour=red"))
     assert "expected one of static_kv" in one_line(pdllm(*argv, "--setting", "magic"))
-    assert "both --store and --questions" in one_line(pdllm("bench", "decoders", "--questions", data))
+    for lacking in (["--questions", data], ["--store", filled], ["--setting", "static_kv"], ["--limit", "1"]):
+        assert "both --store and --questions" in one_line(pdllm("bench", "decoders", *lacking))
 
 
 def test_the_command_measures_speed_and_draws(pdllm: Pdllm, tmp_path: Path) -> None:
@@ -169,10 +170,13 @@ def test_the_command_measures_speed_and_draws(pdllm: Pdllm, tmp_path: Path) -> N
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("words", ["--cases 8k", "--cases 8kx0", "--tokens-per-step 0", "--setting ''", "--salient 0"])
-def test_wrong_usage_says_what_was_expected(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("cases", "8k"), ("cases", "8kx0"), ("tokens-per-step", "0"), ("setting", "fast_dllm cache="), ("salient", "0")],
+)
+def test_wrong_usage_says_what_was_expected(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     from pdllm_rag.cli.main import main
 
     with pytest.raises(SystemExit):
-        main(["bench", "decoders", *words.replace("''", "fast_dllm=").split()])
+        main(["bench", "decoders", f"--{option}", value])
     assert "expected" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     for name, value, what in (
         ("question-rows", 64, "tokens of a prompt that are not its context's"),
         ("answer-rows", 256, "tokens of an answer"),
-        ("repeat", 3, "rounds"),
+        ("repeat", 2, "rounds"),
     ):
         speed.add_argument(
             f"--{name}", type=positive_int, default=value, metavar="N", help=f"{what} (default: {value})"
@@ -94,8 +94,11 @@ def run_decoders(args: argparse.Namespace) -> int:
     from pdllm_rag.bench.plots import plot_decoders
 
     check_files(args)
-    if is_store_given(args) != (args.questions is not None):
-        raise ValueError("answers need both --store and --questions, and speed neither; one of them was given")
+    of_answers = (args.questions, args.setting, args.limit)
+    if is_store_given(args) != (args.questions is not None) or (not args.questions and any(of_answers)):
+        raise ValueError(
+            "answers need both --store and --questions; speed takes neither of them, and no --setting or --limit"
+        )
     figures = _answers(args) if args.questions else _speed(args)
     save(args.out, figures)
     if args.plot:
@@ -147,7 +150,7 @@ def _setting(text: str) -> Setting:
     from pdllm_rag.config import AskOptions
 
     decoder, *pairs = text.split() or [""]
-    if not all(key and equals for key, equals, _ in (pair.partition("=") for pair in pairs)):
+    if not all(key and value for key, _, value in (pair.partition("=") for pair in pairs)):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a decoder's name and KEY=VALUE pairs")
     values = {key: typed(value) for key, _, value in (pair.partition("=") for pair in pairs)}
     asked = {field.name for field in fields(AskOptions)} & set(values)
