@@ -121,7 +121,7 @@ class AskOptions:
     @property
     def decoder_key(self) -> tuple[object, ...]:
         """All that `make_decoder` goes by: questions with equal ones may share a decoder."""
-        return self.decoder, self.threshold, self.steps
+        return self.decoder, tuple(sorted(self.decoder_options.items())), self.threshold, self.steps
 
     def make_decoder(self, model: LoadedModel) -> Decoder:
         """The decoder that these options name.

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from pdllm_store import KV_DTYPES, MemoryStore
 
-from pdllm_rag.bench.plots import check_matplotlib
 from pdllm_rag.cli import eval as cli
 from pdllm_rag.cli import eval_reuse
 from pdllm_rag.config import AskOptions
@@ -260,7 +259,7 @@ def test_json_is_one_object_of_the_stable_form(
 
 
 def test_generated_questions_need_no_files(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    check_matplotlib()
+    pytest.importorskip("matplotlib")
     plot = tmp_path / "reuse.png"
     line = ["--generated", "twohop,together", "--limit", "1", "--vary", "bos", "--policy", "joint"]
     assert command(*line, "--plot", str(plot)) == 0

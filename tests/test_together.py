@@ -54,6 +54,7 @@ CHANGES = st.fixed_dictionaries(
         "max_new_tokens": st.integers(1, 40),
         "threshold": st.sampled_from([0.05, 0.9]),
         "decoder": st.sampled_from(["static_kv", "vanilla"]),
+        "decoder_options": st.sampled_from([{"order": "entropy"}, {"order": "margin"}]),  # both have it
         "stop": st.sampled_from([("e",), ("\u00e9", "ab")]),
         "filter": st.sampled_from([{"doc_id": "beta"}, {"doc_id": "none"}]),
         "abstain": st.booleans(),
