@@ -137,7 +137,7 @@ def test_answers_are_paired_with_the_baselines_over_the_same_chunks(tiny_model: 
     assert at_once["policy_ratio"] == base["nfe"]["median"]
     against = at_once["accuracy"]["value"] - base["accuracy"]["value"]
     assert at_once["against_baseline"]["accuracy"]["value"] == pytest.approx(against)
-    assert names == set(KINDS)
+    assert names == {name for name, kind in KINDS.items() if kind.why_not(tiny_model) is None}
     assert set(CHOSEN) <= set(KINDS)
 
 

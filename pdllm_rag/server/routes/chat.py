@@ -117,7 +117,7 @@ def router(services: Services) -> APIRouter:
         model = {"id": name, "object": "model", "created": started, "owned_by": "pdllm-rag", "pdllm": own}
         return {"object": "list", "data": [model]}
 
-    @routes.post("/v1/chat/completions", summary="Ask in a conversation")
+    @routes.post("/v1/chat/completions", summary="Ask in a conversation", responses=sse.DESCRIBED)
     async def chat(body: Completion, request: Request) -> Response:
         """OpenAI's chat completion; `citations` is always there, in a stream in the last event before [DONE]."""
         if body.model != name:

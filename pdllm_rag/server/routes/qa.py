@@ -48,7 +48,7 @@ def router(services: Services) -> APIRouter:
     """The route."""
     routes = APIRouter(tags=["questions"])
 
-    @routes.post("/v1/qa", summary="Ask a question")
+    @routes.post("/v1/qa", summary="Ask a question", responses=sse.DESCRIBED)
     async def qa(body: Question, request: Request) -> Response:
         """The answer, its citations, statistics and usage; with `stream` as server-sent events.
 

@@ -8,6 +8,10 @@ from typing import Any
 
 from fastapi.responses import StreamingResponse
 
+# What a route that may answer with events tells of it in the API's description, beside JSON.
+DESCRIBED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}, "description": "an answer, or its events"}
+}
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
