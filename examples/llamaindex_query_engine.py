@@ -26,7 +26,7 @@ print(response, [scored.node.metadata["doc_id"] for scored in response.source_no
 
 # With the synthesizer the nodes are handed over as such, and citations and costs come back.
 response = RetrieverQueryEngine(retriever, response_synthesizer=PDLLMSynthesizer(llm)).query(QUESTION)
-print(response, response.metadata["kv"], response.metadata["citations"][0]["quote"])
+print(response, response.metadata["kv"], repr(response.metadata["citations"][0]["quote"]))
 
 # Or all in one call, streamed.
 response = PDLLMQueryEngine(llm, streaming=True).query(QUESTION)
