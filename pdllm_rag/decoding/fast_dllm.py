@@ -79,7 +79,9 @@ class FastDLLMDecoder:
         if reason := why_not(model):
             raise ValueError(reason)
         self._model = model
-        self._rule = replace(rule or CommitRule(), factor=options.factor)
+        self._rule = rule or CommitRule()
+        if options.factor is not None:
+            self._rule = replace(self._rule, factor=options.factor)
         self._cache = options.cache
         self.needs_kv = options.context == "stored"
         backbone = model.backbone
