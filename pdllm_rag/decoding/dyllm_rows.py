@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pdllm_rag.attention import ChunkTable, split_s_attention
+from pdllm_rag.attention import ChunkTable, block_masks, split_s_attention
 from pdllm_rag.context import Context
 from pdllm_rag.decoding.base import Canvas
 from pdllm_rag.decoding.dyllm_plan import DyLLMOptions, Part, PassRecord, Plan
@@ -140,12 +140,11 @@ class EagerRows:
         self._runs: list[_Run] = []
         places, slots, positions, stop = [], [], [], 0
         layouts = state.context.narrowed(active, [len(canvas.ids) for canvas in canvases]).sequences
-        for index, layout, part in zip(active, layouts, parts, strict=True):
-            mask = None
-            if state.block is not None:
-                blocks = layout.positions().to(device) // state.block
-                mask = blocks[part.first :, None] >= blocks
+        canvases_at = torch.cat([layout.positions() for layout in layouts]).to(device)
+        masks = block_masks(canvases_at, [layout.n_rows for layout in layouts], state.block)
+        for number, (index, layout, part) in enumerate(zip(active, layouts, parts, strict=True)):
             start, stop = stop, stop + part.n_rows
+            mask = None if masks is None else masks[number][part.first :]
             self._runs.append(_Run(start, stop, layout.table, part, mask))
             places.append(state.bases[index] + torch.arange(part.first, layout.n_rows))
             slots.append(layout.slots()[part.first :])
