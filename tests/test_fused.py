@@ -23,8 +23,8 @@ from pdllm_rag.attends import CaptureAttend, DenseAttend, PackedSplitSAttend, Sp
 from pdllm_rag.attention.triton import Room
 from pdllm_rag.context import Placed, gather
 from pdllm_rag.decoding import CommitRule, DecodeRequest, DecodeStep, Sampling, StaticKVDecoder, graphed
-from pdllm_rag.decoding.graphed import GraphedRows, GraphedStep, Proposals, Shape, checked_out
-from pdllm_rag.decoding.predictions import LogitRows
+from pdllm_rag.decoding.graphed import GraphedStep, Shape, checked_out
+from pdllm_rag.decoding.predictions import DeviceRows, LogitRows
 from pdllm_rag.decoding.sampling import propose
 from pdllm_rag.errors import NumericsError
 from pdllm_rag.models.fused import FusedBackbone, why_not_fused
@@ -145,7 +145,7 @@ def test_what_a_pass_found_on_the_device_is_what_its_logits_say(pair: tuple[Load
     """Of a model without kernels, in a pass that is not captured."""
     plain = pair[0].backbone
     raw = torch.randn(4, 40, generator=torch.Generator().manual_seed(1)) * 5
-    rows = GraphedRows(Proposals(plain, raw.clone()), torch.tensor([3, 1]))
+    rows = DeviceRows(plain, raw.clone(), plain.proposals(raw.clone()), torch.tensor([3, 1]))
     logits = LogitRows(plain.allowed(raw.clone())[[3, 1]])
     for sampling, order in ((Sampling(), "low_confidence"), (Sampling(), "margin"), (Sampling(1.0), "random")):
         ours, theirs = (
@@ -158,7 +158,8 @@ def test_what_a_pass_found_on_the_device_is_what_its_logits_say(pair: tuple[Load
     assert rows.mean_log_p((5, 6)) == logits.mean_log_p((5, 6))
     raw[1, 7] = torch.nan
     with pytest.raises(NumericsError, match="finite"):
-        GraphedRows(Proposals(plain, raw), torch.arange(4)).propose(Sampling(), torch.Generator(), "low_confidence")
+        found = plain.proposals(raw.clone())
+        DeviceRows(plain, raw, found, torch.arange(4)).propose(Sampling(), torch.Generator(), "low_confidence")
 
 
 @pytest.mark.usefixtures("small_shapes")

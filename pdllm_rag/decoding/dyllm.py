@@ -21,8 +21,8 @@ from pdllm_rag.decoding.denoise import CommitRule, denoise
 from pdllm_rag.decoding.dyllm_graphed import DyLLMSteps
 from pdllm_rag.decoding.dyllm_plan import DyLLMOptions, PassKind, PassRecord, Plan
 from pdllm_rag.decoding.dyllm_rows import EagerState
-from pdllm_rag.decoding.graphed import GraphedRows, Shape, can_capture, checked_out
-from pdllm_rag.decoding.predictions import Predictions
+from pdllm_rag.decoding.graphed import Shape, can_capture, checked_out
+from pdllm_rag.decoding.predictions import DeviceRows, Predictions
 from pdllm_rag.decoding.static_kv import answer_logits
 from pdllm_rag.models.fused import FusedBackbone
 from pdllm_rag.models.loader import LoadedModel
@@ -129,7 +129,7 @@ class DyLLMDecoder:
         with checked_out(backbone, spec.logit_shift, shape, make) as step:
             context = gather(contexts, rooms, backbone, into=step.buffers)
 
-            def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[GraphedRows]:
+            def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[DeviceRows]:
                 found, record = step.run(plan, context, active, canvases)
                 passes.append(record)
                 return found

@@ -22,7 +22,8 @@ from pdllm_rag.context import Context, SequenceLayout, buffers
 from pdllm_rag.decoding.base import Canvas
 from pdllm_rag.decoding.dyllm_plan import DyLLMOptions, Part, PassKind, PassRecord, Plan
 from pdllm_rag.decoding.dyllm_rows import Caches, hidden_states
-from pdllm_rag.decoding.graphed import GraphedRows, Shape, captured
+from pdllm_rag.decoding.graphed import Shape, captured
+from pdllm_rag.decoding.predictions import DeviceRows
 from pdllm_rag.models.fused import FusedBackbone
 
 FORCED, ABSENT = -8.0, 8.0  # added to a cosine: of a row that always is salient, and of one that no canvas has
@@ -69,7 +70,7 @@ class DyLLMStep:
     @torch.inference_mode()
     def run(
         self, plan: Plan, context: Context, active: Sequence[int], canvases: Sequence[Canvas]
-    ) -> tuple[list[GraphedRows], PassRecord]:
+    ) -> tuple[list[DeviceRows], PassRecord]:
         """One forward pass over the canvases of the active sequences."""
         kind, parts = plan.next(active, canvases)
         n_rows = self.made_by.response_rows
@@ -150,7 +151,7 @@ class _Pass:
         layouts: Sequence[SequenceLayout],
         parts: Sequence[Part],
         canvases: Sequence[Canvas],
-    ) -> tuple[list[GraphedRows], PassRecord]:
+    ) -> tuple[list[DeviceRows], PassRecord]:
         """The pass: what it says of each canvas's open rows, and what was computed."""
         layout = tuple(active), tuple((one.n_rows, part.first) for one, part in zip(layouts, parts, strict=True))
         if layout != self._layout:
@@ -168,10 +169,13 @@ class _Pass:
             self._graph.replay()
         self._found_host.copy_(self._found, non_blocking=True)
         n_chosen, n_left_out = self._inputs.counts.tolist()  # waits for all of it
-        answers, found = self._step.shape.answer_rows, []
-        for index, canvas in zip(active, canvases, strict=True):
-            first = index * answers + canvas.prompt_len + answers - len(canvas.ids)  # of answer row 0
-            found.append(GraphedRows(self, first + canvas.open_rows()))
+        shape = self._step.shape
+        found = [
+            DeviceRows(
+                self._step.backbone, self._raw, self._found_host, shape.predicted(index, canvas, len(canvas.ids))
+            )
+            for index, canvas in zip(active, canvases, strict=True)
+        ]
         n_canvas, n_rows = sum(len(canvas.ids) for canvas in canvases), sum(part.n_rows for part in parts)
         return found, PassRecord(kind, n_canvas, n_rows, n_chosen / n_layers, n_left_out / n_layers)
 
@@ -218,8 +222,8 @@ class _Pass:
     def _compute(self) -> None:
         backbone = self._step.backbone
         hidden = hidden_states(backbone, self._inputs.ids, self)
-        self.raw = backbone.raw_logits(hidden[self._predicting])
-        self._found = backbone.proposals(self.raw)
+        self._raw = backbone.raw_logits(hidden[self._predicting])
+        self._found = backbone.proposals(self._raw)
 
     def taken(self, x: torch.Tensor) -> torch.Tensor:
         """See `dyllm_rows.Rows.taken`."""
@@ -272,13 +276,3 @@ class _Pass:
             BLOCK=next_power_of_2(max(hidden, width)), HAS_REFERENCE=reference is not None, num_warps=8,
         )  # fmt: skip
         return caches.outputs[layer].index_select(0, self._places)
-
-    @property
-    def found(self) -> torch.Tensor:
-        """As `GraphedStep.found`."""
-        return self._found_host
-
-    @torch.inference_mode()
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """As `GraphedStep.logits`."""
-        return self._step.backbone.allowed(self.raw[rows.to(self.raw.device)]).cpu()

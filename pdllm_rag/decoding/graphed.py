@@ -23,13 +23,10 @@ from pdllm_rag.attends import PackedSplitSAttend
 from pdllm_rag.attention import ChunkTable, causal_block
 from pdllm_rag.attention.triton import Room, SplitAttention
 from pdllm_rag.context import Context, SequenceLayout, buffers
-from pdllm_rag.decoding.base import Canvas, Sampling
-from pdllm_rag.decoding.predictions import LogitRows, Predictions
-from pdllm_rag.decoding.sampling import Order, Proposal
-from pdllm_rag.models.backbone import Backbone
+from pdllm_rag.decoding.base import Canvas
+from pdllm_rag.decoding.predictions import DeviceRows
 from pdllm_rag.models.fused import FusedBackbone
 from pdllm_rag.models.loader import LoadedModel
-from pdllm_rag.numerics import checked
 from pdllm_rag.placement import round_up
 
 logger = logging.getLogger(__name__)
@@ -82,6 +79,10 @@ class Shape(NamedTuple):
             SequenceLayout(ChunkTable.of([(first, n_context, 0), (canvas, rows, 0)]), canvas, rows, 0)
             for first, canvas in places
         )
+
+    def predicted(self, index: int, canvas: Canvas, stop: int) -> torch.Tensor:
+        """int64 [M], which of all predicted rows are a sequence's open ones; the last is canvas row `stop` - 1."""
+        return index * self.answer_rows + self.answer_rows - stop + canvas.prompt_len + canvas.open_rows()
 
     def reserve(self, attention: SplitAttention, n_rows: int) -> None:
         """Make an attention's tables as large as the shape may need with so many query rows of each sequence."""
@@ -152,13 +153,13 @@ class GraphedStep:
         )
 
     @torch.inference_mode()
-    def run(self, active: Sequence[int], canvases: Sequence[Canvas], windows: Sequence[range]) -> list[GraphedRows]:
+    def run(self, active: Sequence[int], canvases: Sequence[Canvas], windows: Sequence[range]) -> list[DeviceRows]:
         """One forward pass over the canvases of the active sequences.
 
         Args:
             windows: canvas rows of each that are computed, as they were arranged.
         """
-        rows, answers = self.shape.canvas_rows, self.shape.answer_rows
+        rows = self.shape.canvas_rows
         for index, canvas, window in zip(active, canvases, windows, strict=True):
             own = canvas.ids[window.start : window.stop]
             self._ids_host[index * rows : index * rows + len(own)] = own
@@ -170,31 +171,20 @@ class GraphedStep:
         self._found_host.copy_(self._found, non_blocking=True)
         if self._graph is not None:
             torch.cuda.current_stream(self._backbone.device).synchronize()
-        found = []
-        for index, canvas, window in zip(active, canvases, windows, strict=True):
-            first = index * answers + canvas.prompt_len + answers - window.stop  # of answer row 0
-            found.append(GraphedRows(self, first + canvas.open_rows()))
-        return found
+        return [
+            DeviceRows(self._backbone, self._raw, self._found_host, self.shape.predicted(index, canvas, window.stop))
+            for index, canvas, window in zip(active, canvases, windows, strict=True)
+        ]
 
     def _compute(self) -> None:
         hidden = self._backbone.hidden(self._ids, self._attend)
-        self.raw = self._backbone.raw_logits(hidden[self._predicting])
-        self._found = self._backbone.proposals(self.raw)
+        self._raw = self._backbone.raw_logits(hidden[self._predicting])
+        self._found = self._backbone.proposals(self._raw)
 
     @property
     def n_bytes(self) -> int:
         """Bytes of its buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)
-
-    @property
-    def found(self) -> torch.Tensor:
-        """int32 [answer rows, 3] of the latest step, on the host (see `FusedBackbone.proposals`)."""
-        return self._found_host
-
-    @torch.inference_mode()
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [M, V] of the latest step, on the CPU."""
-        return self._backbone.allowed(self.raw[rows.to(self.raw.device)]).cpu()
 
 
 def captured(device: torch.device, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -212,71 +202,6 @@ def captured(device: torch.device, compute: Callable[[], None]) -> torch.cuda.CU
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             compute()
     return graph
-
-
-class Found(Protocol):
-    """What a pass found; of a captured step's until the next one."""
-
-    @property
-    def found(self) -> torch.Tensor: ...
-
-    def logits(self, rows: torch.Tensor) -> torch.Tensor: ...
-
-
-class Proposals:
-    """What a pass that is not captured found on a GPU: only tokens and confidences come to the host.
-
-    Args:
-        raw: `Backbone.raw_logits` [M, V] of the rows that are predicted.
-    """
-
-    @torch.inference_mode()
-    def __init__(self, backbone: Backbone, raw: torch.Tensor) -> None:
-        self._backbone, self._raw = backbone, raw
-        self.found = backbone.proposals(raw).cpu()
-
-    @torch.inference_mode()
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [M, V] of some rows, on the CPU."""
-        return self._backbone.allowed(self._raw[rows.to(self._raw.device)]).cpu()
-
-
-class GraphedRows:
-    """What a pass says of the open rows of one canvas, by what it found on the device.
-
-    Args:
-        rows: int64 [M], their numbers among the pass's predicted rows.
-    """
-
-    def __init__(self, step: Found, rows: torch.Tensor) -> None:
-        self._step = step
-        self._rows = rows
-        self._found = step.found[rows]
-
-    def propose(self, sampling: Sampling, generator: torch.Generator, order: Order) -> Proposal:
-        """See `Predictions.propose`; whatever needs more than the likeliest token takes the logits to the CPU.
-
-        Raises:
-            NumericsError: the logits are not finite.
-        """
-        if sampling.temperature or order != "low_confidence":
-            return LogitRows(self._step.logits(self._rows)).propose(sampling, generator, order)
-        checked(self._found[:, 2].contiguous().view(torch.float32))
-        confidence = self._found[:, 1].contiguous().view(torch.float32)
-        return Proposal(self._found[:, 0].long(), confidence, confidence)
-
-    def mean_log_p(self, ids: Sequence[int]) -> float | None:
-        """See `Predictions.mean_log_p`."""
-        return LogitRows(self._step.logits(self._rows[: len(ids)])).mean_log_p(ids) if ids else None
-
-
-def predictions_of(backbone: Backbone, hidden: torch.Tensor, counts: Sequence[int]) -> list[Predictions]:
-    """What hidden rows [M, hidden] say, `counts` rows of one canvas after the other; on a GPU the logits stay there."""
-    raw = backbone.raw_logits(hidden)
-    if raw.device.type == "cpu":
-        return [LogitRows(own) for own in torch.split(backbone.allowed(raw), list(counts))]
-    found = Proposals(backbone, raw)
-    return [GraphedRows(found, own) for own in torch.split(torch.arange(len(raw)), list(counts))]
 
 
 class Step(Protocol):

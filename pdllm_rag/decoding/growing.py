@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 
 from pdllm_rag.attends import split_s_attend
-from pdllm_rag.attention import ChunkTable, block_masks
+from pdllm_rag.attention import block_masks
 from pdllm_rag.context import Context, Placed, SequenceLayout, gather
-from pdllm_rag.decoding.graphed import predictions_of
-from pdllm_rag.decoding.predictions import Predictions
+from pdllm_rag.decoding.predictions import Predictions, predictions_of
 from pdllm_rag.models.backbone import Attend, Backbone
 
 
@@ -36,6 +35,11 @@ class Tail(NamedTuple):
     n_final: int
     predicting: torch.Tensor
     n_after: int = 0
+
+    def within(self, whole: SequenceLayout) -> SequenceLayout:
+        """It as a canvas of its own in its sequence's buffer rows, what is read around it as runs of its context."""
+        stop = self.start + len(self.ids)
+        return whole._replace(n_rows=stop + self.n_after).windowed(range(self.start, stop))
 
 
 class GrowingKV:
@@ -71,7 +75,7 @@ class GrowingKV:
     def _attend_over(self, active: Sequence[int], tails: Sequence[Tail]) -> Attend:
         layout = [(index, tail.start, tail.blocks, tail.n_after) for index, tail in zip(active, tails, strict=True)]
         if self._attend is None or layout != self._layout:
-            sequences = tuple(_layout(self._context.sequences[i], t) for i, t in zip(active, tails, strict=True))
+            sequences = tuple(tail.within(self._context.sequences[i]) for i, tail in zip(active, tails, strict=True))
             masks = None  # where each tail lies in one block, every row sees every row
             if any(len(set(tail.blocks)) > 1 for tail in tails):
                 numbers = torch.tensor([number for tail in tails for number in tail.blocks])
@@ -80,11 +84,3 @@ class GrowingKV:
             self._attend = split_s_attend(self._backbone, context, backend=self._backend)
             self._layout = layout
         return self._attend
-
-
-def _layout(whole: SequenceLayout, tail: Tail) -> SequenceLayout:
-    """The tail as a canvas of its own, what is read of the rows around it as more runs of its context."""
-    row, n_rows = whole.canvas_row + tail.start, len(tail.ids)
-    around = [(whole.canvas_row, tail.start, 0), (row + n_rows, tail.n_after, 0)]
-    table = ChunkTable.of([*[*whole.table.runs()][:-1], *around, (row, n_rows, 0)])
-    return SequenceLayout(table, row, n_rows, whole.canvas_start + tail.start)

@@ -23,8 +23,8 @@ from pdllm_rag.attention import causal_block, resolve
 from pdllm_rag.context import Placed, gather, rows_needed
 from pdllm_rag.decoding.base import Canvas, DecodeRequest, DecodeStep
 from pdllm_rag.decoding.denoise import CommitRule, denoise
-from pdllm_rag.decoding.graphed import GraphedRows, GraphedStep, Shape, can_capture, checked_out, predictions_of
-from pdllm_rag.decoding.predictions import Predictions
+from pdllm_rag.decoding.graphed import GraphedStep, Shape, can_capture, checked_out
+from pdllm_rag.decoding.predictions import DeviceRows, Predictions, predictions_of
 from pdllm_rag.decoding.sampling import Order
 from pdllm_rag.models.backbone import Attend
 from pdllm_rag.models.fused import FusedBackbone
@@ -108,7 +108,7 @@ class StaticKVDecoder:
             context = gather(contexts, rooms, backbone, into=step.buffers)
             layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
-            def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[GraphedRows]:
+            def forward(active: Sequence[int], canvases: Sequence[Canvas]) -> list[DeviceRows]:
                 nonlocal layout
                 wanted = tuple(active), tuple(len(canvas.ids) for canvas in canvases)
                 if wanted != layout:
