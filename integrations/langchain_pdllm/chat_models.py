@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -90,40 +89,25 @@ class ChatPDLLM(AnsweringModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        request = self._request(messages, stop, kwargs)
-        for event in request.engine.stream(request.turns, **request.arguments):
-            chunk = _chunk(event, request)
-            if chunk is not None:
-                if run_manager is not None:
-                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
+        return self._chunks(messages, stop, kwargs, run_manager)
 
-    async def _astream(
+    def _astream(
         self,
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        request = await asyncio.to_thread(self._request, messages, stop, kwargs)
-        stream = request.engine.astream(request.turns, **request.arguments)
-        async with aclosing(stream) as events:  # leaving early must stop the decoding now, not at garbage collection
-            async for event in events:
-                chunk = _chunk(event, request)
-                if chunk is not None:
-                    if run_manager is not None:
-                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
+        return self._achunks(messages, stop, kwargs, run_manager)
 
     def _request(self, messages: Sequence[BaseMessage], stop: list[str] | None, given: dict[str, Any]) -> Request:
         reading = read_messages(messages)
         given = {name: value for name, value in given.items() if name != "stream"}  # LangChain has acted on it
         return self.request(reading.turns, reading.parts, {"stop": stop, **given})
 
+    def _chunk(self, event: StreamEvent, request: Request) -> ChatGenerationChunk | None:
+        from pdllm_rag.events import Final, TextDelta
 
-def _chunk(event: StreamEvent, request: Request) -> ChatGenerationChunk | None:
-    from pdllm_rag.events import Final, TextDelta
-
-    if isinstance(event, TextDelta):
-        return ChatGenerationChunk(message=delta_message(event.text))
-    return ChatGenerationChunk(message=final_message(event.answer, request)) if isinstance(event, Final) else None
+        if isinstance(event, TextDelta):
+            return ChatGenerationChunk(message=delta_message(event.text))
+        return ChatGenerationChunk(message=final_message(event.answer, request)) if isinstance(event, Final) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -85,43 +84,29 @@ class PDLLM(AnsweringModel, LLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        request = self._request(prompt, stop, kwargs)
-        for event in request.engine.stream(request.turns, **request.arguments):
-            chunk = _chunk(event, request)
-            if chunk is not None:
-                if run_manager is not None:
-                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
+        return self._chunks(prompt, stop, kwargs, run_manager)
 
-    async def _astream(
+    def _astream(
         self,
         prompt: str,
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        request = await asyncio.to_thread(self._request, prompt, stop, kwargs)
-        async with aclosing(request.engine.astream(request.turns, **request.arguments)) as events:
-            async for event in events:
-                chunk = _chunk(event, request)
-                if chunk is not None:
-                    if run_manager is not None:
-                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
+        return self._achunks(prompt, stop, kwargs, run_manager)
 
     def _request(self, prompt: str, stop: list[str] | None, given: dict[str, Any]) -> Request:
         return self.request([{"role": "user", "content": prompt}], None, {"stop": stop, **given})
 
+    def _chunk(self, event: StreamEvent, request: Request) -> GenerationChunk | None:
+        from pdllm_rag.events import Final, TextDelta
+
+        if isinstance(event, TextDelta):
+            return GenerationChunk(text=event.text)
+        if isinstance(event, Final):
+            return GenerationChunk(text="", generation_info=generation_info(event.answer, request))
+        return None
+
 
 def _generation(answer: Answer, request: Request) -> Generation:
     return Generation(text=answer.text, generation_info=generation_info(answer, request))
-
-
-def _chunk(event: StreamEvent, request: Request) -> GenerationChunk | None:
-    from pdllm_rag.events import Final, TextDelta
-
-    if isinstance(event, TextDelta):
-        return GenerationChunk(text=event.text)
-    if isinstance(event, Final):
-        return GenerationChunk(text="", generation_info=generation_info(event.answer, request))
-    return None
