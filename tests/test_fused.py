@@ -157,9 +157,9 @@ def test_what_a_pass_found_on_the_device_is_what_its_logits_say(pair: tuple[Load
             torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-7)
     assert rows.mean_log_p((5, 6)) == logits.mean_log_p((5, 6))
     raw[1, 7] = torch.nan
+    spoiled = DeviceRows(plain, raw, plain.proposals(raw.clone()), torch.arange(4))
     with pytest.raises(NumericsError, match="finite"):
-        found = plain.proposals(raw.clone())
-        DeviceRows(plain, raw, found, torch.arange(4)).propose(Sampling(), torch.Generator(), "low_confidence")
+        spoiled.propose(Sampling(), torch.Generator(), "low_confidence")
 
 
 @pytest.mark.usefixtures("small_shapes")
