@@ -83,10 +83,6 @@ class Asking:
         """The model's name."""
         return self.model.spec.name
 
-    def score_window(self, options: AskOptions) -> float | None:
-        """The window in force: the options', else the family's."""
-        return self.model.spec.family.score_window if options.score_window is None else options.score_window
-
     def min_support(self, options: AskOptions) -> float | None:
         """Support below which an answer is withheld; None withholds nothing.
 
@@ -249,7 +245,7 @@ class Asking:
 
     def _near_best(self, found: Found, options: AskOptions) -> list[Source]:
         """Sources whose score lies within the window below the best one's; rivals far below it only distract."""
-        window = self.score_window(options)
+        window = options.window_for(self.model.spec.family)
         scores = found.selection.scores
         if window is None or found.exact or not scores:
             return list(found.sources)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from pdllm_rag.decoding import CommitRule, Decoder, Sampling, kinds
+from pdllm_rag.models.families import Family
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.placement import MODES
 from pdllm_rag.policies import POLICIES
@@ -117,6 +118,10 @@ class AskOptions:
     def policy_name(self) -> str:
         """The cache policy in words for statistics: what it is, and of how many rows a chunk."""
         return self.policy if self.chunk_rows is None else f"{self.policy}, {self.chunk_rows} rows a chunk"
+
+    def window_for(self, family: Family) -> float | None:
+        """The score window in force: the one asked for, else the family's."""
+        return family.score_window if self.score_window is None else self.score_window
 
     @property
     def decoder_key(self) -> tuple[object, ...]:

@@ -227,7 +227,7 @@ class RagEngine:
         self._asking.prompt(question, options)
         found = self._find(question, options, Clock())
         scores = found.selection.scores
-        window = self._asking.score_window(options) if "score_window" in changes else None
+        window = options.window_for(self.model.spec.family) if "score_window" in changes else None
         return [
             Retrieved(source.ref, score, source.text, found.selection.margin)
             for source, score in zip(found.sources, scores, strict=True)
@@ -299,7 +299,7 @@ class RagEngine:
             if chunk_ids is not None:
                 stored = self._mender.run(lambda: self._given.stored(chunk_ids))
             if context is not None:
-                window = self._asking.score_window(chosen)
+                window = chosen.window_for(self.model.spec.family)
                 pasted = self._given.pasted(context, text, chosen.k, clock, score_window=window)
             if stored and pasted:
                 return self._given.together(stored, pasted)
@@ -351,7 +351,7 @@ class RagEngine:
             doc_ids = matching(self.documents(), options.filter) if options.filter else None
             if self._mender.left_out:
                 doc_ids = (self._index.doc_ids() if doc_ids is None else doc_ids) - self._mender.left_out
-        window = self._asking.score_window(options)
+        window = options.window_for(self.model.spec.family)
         selection = self._retriever.select(
             text,
             options.k,

@@ -18,7 +18,7 @@ def settings(model: LoadedModel, options: AskOptions) -> dict[str, Any]:
         "k": options.k,
         "candidates": options.candidates,
         "rank_weight": options.rank_weight,
-        "score_window": model.spec.family.score_window if options.score_window is None else options.score_window,
+        "score_window": options.window_for(model.spec.family),
         "draft_weight": model.spec.family.draft_weight,
         "decoder": options.decoder,
         "decoder_options": dict(options.decoder_options),

