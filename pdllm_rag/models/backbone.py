@@ -9,7 +9,9 @@ Axes: N packed rows, H query heads, G key/value heads, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -58,20 +60,37 @@ class Backbone:
     def hidden(self, ids: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Final normed hidden states [N, hidden] of packed token ids int64 [N]."""
         with on_device_of(ids):
-            x = self._embed(ids)
-            for index, layer in enumerate(self.model.model.layers):
-                normed = layer.input_layernorm(x)
-                context = attend(index, self.queries(index, normed), *self.keys_values(index, normed))
-                x = x + layer.self_attn.o_proj(context.reshape(1, context.shape[0], -1))
-                x = x + self.feed_forward(index, layer.post_attention_layernorm(x)[0])
-            out: torch.Tensor = self.model.model.norm(x)[0]
-            return out
+            return self.forward(ids, attend)
+
+    def forward(self, ids: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """As `hidden`, with gradients."""
+        x = self.embed(ids)
+        for index, layer in enumerate(self.model.model.layers):
+            x = self.block(layer, x, partial(attend, index))
+        return self.normed(x)
+
+    def block(self, layer: Any, x: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """One layer (a module of the model's) over x [1, N, hidden]; `attend` is called with q, k and v."""
+        normed = layer.input_layernorm(x)
+        context = attend(self._queries(layer, normed), *self._keys_values(layer, normed))
+        x = x + layer.self_attn.o_proj(context.reshape(1, context.shape[0], -1))
+        return x + self._feed_forward(layer, layer.post_attention_layernorm(x)[0])
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """What the first layer is given, [1, N, hidden], of ids int64 [N]."""
+        embedded: torch.Tensor = self.model.model.embed_tokens(ids[None])
+        return embedded
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """The final norm of what the last layer gives, [N, hidden]."""
+        out: torch.Tensor = self.model.model.norm(x)[0]
+        return out
 
     @torch.inference_mode()
     def encode(self, ids: torch.Tensor, attend: Attend) -> None:
         """Run the layers for what `attend` captures; whatever only the output would need is left out."""
         with on_device_of(ids):
-            x = self._embed(ids)
+            x = self.embed(ids)
             last = self.n_layers - 1
             for index, layer in enumerate(self.model.model.layers):
                 normed = layer.input_layernorm(x)
@@ -117,23 +136,28 @@ class Backbone:
 
     def queries(self, index: int, normed: torch.Tensor) -> torch.Tensor:
         """Un-rotated queries [N, H, D] of a layer's normed rows [..., hidden]."""
-        attention = self.model.model.layers[index].self_attn
-        q: torch.Tensor = attention.q_proj(normed).view(-1, self.n_heads, self.head_dim)
-        return attention.q_norm(q) if hasattr(attention, "q_norm") else q
+        return self._queries(self.model.model.layers[index], normed)
 
     def keys_values(self, index: int, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Un-rotated keys and values [N, G, D] of a layer's normed rows [..., hidden]."""
-        attention = self.model.model.layers[index].self_attn
+        return self._keys_values(self.model.model.layers[index], normed)
+
+    def feed_forward(self, index: int, normed: torch.Tensor) -> torch.Tensor:
+        """What a layer's feed-forward part adds to normed rows [N, hidden]."""
+        return self._feed_forward(self.model.model.layers[index], normed)
+
+    def _queries(self, layer: Any, normed: torch.Tensor) -> torch.Tensor:
+        attention = layer.self_attn
+        q: torch.Tensor = attention.q_proj(normed).view(-1, self.n_heads, self.head_dim)
+        return attention.q_norm(q) if hasattr(attention, "q_norm") else q
+
+    def _keys_values(self, layer: Any, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        attention = layer.self_attn
         k = attention.k_proj(normed).view(-1, self.n_kv_heads, self.head_dim)
         v = attention.v_proj(normed).view(-1, self.n_kv_heads, self.head_dim)
         return attention.k_norm(k) if hasattr(attention, "k_norm") else k, v
 
-    def feed_forward(self, index: int, normed: torch.Tensor) -> torch.Tensor:
-        """What a layer's feed-forward part adds to normed rows [N, hidden]."""
-        out = self.model.model.layers[index].mlp(normed[None])
+    def _feed_forward(self, layer: Any, normed: torch.Tensor) -> torch.Tensor:
+        out = layer.mlp(normed[None])
         output: torch.Tensor = out[0]  # of mixture-of-experts blocks the first of two: they also return router logits
         return output[0] if isinstance(out, tuple) else output
-
-    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = self.model.model.embed_tokens(ids[None])
-        return embedded

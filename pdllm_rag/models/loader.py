@@ -118,7 +118,7 @@ def load_model(
     files = weight_files(folder)
     dtype = dtype or fastest_dtype(target)
     try:
-        model, layout = _load_modules(spec, folder, target, dtype)
+        model, layout = load_modules(spec, folder, target, dtype)
         rope = Rope.from_config(model.config, target)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -194,7 +194,12 @@ def check_seen(device: torch.device) -> torch.device:
     return device
 
 
-def _load_modules(spec: ModelSpec, folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Layout]:
+def load_modules(spec: ModelSpec, folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Layout]:
+    """The library's model of a checkpoint, and where the checkpoint's tensors are in it.
+
+    Raises:
+        ModelFormatError, SafetensorError, ValueError: the weights do not fit config.json.
+    """
     import transformers
 
     module = getattr(transformers, spec.family.module)

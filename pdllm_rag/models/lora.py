@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import blake3
+import torch
 from safetensors.torch import load_file
 
 from pdllm_rag.errors import ModelError, ModelFormatError
+from pdllm_rag.models import packed
 from pdllm_rag.models.layout import Layout
 from pdllm_rag.models.vocabulary import read_json
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _IN_BOOKKEEPING = {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"}
 
 
@@ -43,8 +45,13 @@ def beside(model: Any, layout: Layout, folder: Path) -> Any:
 
     Raises: as `merge`.
     """
+    return _adapted(over_same_weights(model), layout, folder)[0].get_base_model()
+
+
+def over_same_weights(model: Any) -> Any:
+    """A copy of the modules that holds the same tensors."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return _adapted(copy.deepcopy(model, shared), layout, folder)[0].get_base_model()
+    return copy.deepcopy(model, shared)
 
 
 def _adapted(model: Any, layout: Layout, folder: Path) -> tuple[Any, str]:
@@ -71,10 +78,10 @@ def _adapted(model: Any, layout: Layout, folder: Path) -> tuple[Any, str]:
             + "; expected plain low-rank matrices on a model whose modules are only renamed"
         )
     tensors, modules = {}, set()
-    for name, tensor in load_file(file).items():
-        module, at, rest = name.removeprefix(_PREFIX).rpartition(".lora_")
+    for name, tensor in packed.unpack(load_file(file), torch.float32).items():
+        module, at, rest = name.removeprefix(PREFIX).rpartition(".lora_")
         ours = layout.ours(module) if at else name
-        tensors[f"{_PREFIX}{ours}{at}{rest}"] = tensor
+        tensors[f"{PREFIX}{ours}{at}{rest}"] = tensor
         modules.add(ours)
     known = dict(model.named_modules())
     strange = sorted(module for module in modules if module not in known)
@@ -85,7 +92,8 @@ def _adapted(model: Any, layout: Layout, folder: Path) -> tuple[Any, str]:
         )
     kept = {key: value for key, value in settings.items() if key in LoraConfig.__dataclass_fields__}
     chosen = {"target_modules": sorted(modules), "exclude_modules": None, "layers_to_transform": None,
-              "layers_pattern": None, "task_type": None, "inference_mode": True, "auto_mapping": None}  # fmt: skip
+              "layers_pattern": None, "task_type": None, "inference_mode": True, "auto_mapping": None,
+              "base_model_name_or_path": None}  # fmt: skip
     try:
         adapted = get_peft_model(model, LoraConfig(**{**kept, **chosen}))
         found = set_peft_model_state_dict(adapted, tensors)

@@ -1,30 +1,37 @@
-"""The bundled model's 4-bit weights: groups of 32 columns with one float16 scale.
+"""Weights in 4 and 8 bits, as the bundled model and its adapter are stored.
 
-`<name>_q4` uint8 [rows, columns/2] holds column 2j in its low and 2j+1 in its high half;
-W[r, c] = (q[r, c] - 8) * scale[r, c // 32], with `<name>_q4_scale` float16 [rows, columns/32].
+- 4 bits, groups of 32 columns with one float16 scale: `<name>_q4` uint8 [rows, columns/2] holds column 2j in its low
+  and 2j+1 in its high half; W[r, c] = (q[r, c] - 8) * scale[r, c // 32], `<name>_q4_scale` float16 [rows, columns/32];
+- 8 bits, one float16 scale a row: `<name>` int8 [rows, columns]; W[r, c] = q[r, c] * scale[r], `<name>_scale` float16
+  [rows, 1].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 GROUP = 32
 SUFFIX = "_q4"
+_SHARES = (1.0, 0.9, 0.8)
 
 
 def is_packed(names: Mapping[str, object]) -> bool:
-    """Whether a checkpoint's tensor names show this format."""
-    return any(name.endswith(SUFFIX) for name in names)
+    """Whether a checkpoint's tensor names show one of these formats."""
+    return any(name.endswith("_scale") and name.removesuffix("_scale") in names for name in names)
 
 
 def unpack(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """De-quantised tensors under their plain names, in `dtype`; what is not packed is converted.
 
     Raises:
-        ValueError: a packed tensor has no scale, or the shapes do not fit.
+        ValueError: a packed tensor has no scale, a scale no tensor, or the shapes do not fit.
     """
+    for name in tensors:
+        if name.endswith("_scale") and name.removesuffix("_scale") not in tensors:
+            raise ValueError(f"{name} has no tensor {name.removesuffix('_scale')} to scale")
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith(SUFFIX):
@@ -33,9 +40,84 @@ def unpack(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str,
                 got = None if scale is None else tuple(scale.shape)
                 raise ValueError(f"{name}: scale has shape {got}, expected {(tensor.shape[0], tensor.shape[1] // 16)}")
             plain[name.removesuffix(SUFFIX)] = _unpack_one(tensor, scale, dtype)
-        elif not name.endswith(f"{SUFFIX}_scale"):
+        elif tensor.dtype == torch.int8:
+            scale = tensors.get(f"{name}_scale")
+            if scale is None or scale.shape != (tensor.shape[0], 1):
+                got = None if scale is None else tuple(scale.shape)
+                raise ValueError(f"{name}: scale has shape {got}, expected {(tensor.shape[0], 1)}")
+            plain[name] = (tensor.float() * scale.float()).to(dtype)
+        elif not name.endswith("_scale"):
             plain[name] = tensor.to(dtype)
     return plain
+
+
+def pack_q4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix [rows, columns], columns a multiple of 32, as (`_q4`, `_q4_scale`)."""
+    levels, scale = _levels(weight.float())
+    pairs = (levels + 8).to(torch.uint8).view(weight.shape[0], -1, 2)
+    return (pairs[..., 0] | (pairs[..., 1] << 4)).contiguous(), scale
+
+
+def pack_q8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix as (int8, its scale)."""
+    scale = _half(weight.float().abs().amax(dim=1, keepdim=True) / 127)
+    return (weight.float() / scale.float()).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def check_q4(weights: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError if one of the matrices has columns that make no whole groups."""
+    for weight in weights:
+        if weight.shape[1] % GROUP:
+            raise ValueError(f"a matrix has {weight.shape[1]} columns; expected a multiple of {GROUP} for 4 bits")
+
+
+def rounded_q4(weight: torch.Tensor) -> torch.Tensor:
+    """A float32 matrix as it comes back from `pack_q4`."""
+    levels, scale = _levels(weight)
+    return (levels.view(*scale.shape, GROUP) * scale.float()[..., None]).view(weight.shape)
+
+
+def rounded_q8(weight: torch.Tensor) -> torch.Tensor:
+    """A float32 matrix as it comes back from `pack_q8`."""
+    levels, scale = pack_q8(weight)
+    return levels.float() * scale.float()
+
+
+def _levels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 levels -8..7 [rows, columns] and float16 scales [rows, columns/32].
+
+    The value farthest from zero takes level -8 times a share, the best of `_SHARES` by the squared error: levels reach
+    one step farther on that side, and a large value is worth cutting where it spares the others.
+    """
+    check_q4([weight])
+    groups = weight.view(weight.shape[0], -1, GROUP)
+    farthest = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
+    best = _cut(groups, farthest, _SHARES[0])
+    for share in _SHARES[1:]:
+        other = _cut(groups, farthest, share)
+        better = other.error < best.error
+        best = _Cut(*(torch.where(better, one, before) for one, before in zip(other, best, strict=True)))
+    return best.levels.view(weight.shape), best.scale[..., 0]
+
+
+class _Cut(NamedTuple):
+    """Levels of groups, float32 [..., 32], with the squared error and the float16 scale of each, [..., 1]."""
+
+    levels: torch.Tensor
+    error: torch.Tensor
+    scale: torch.Tensor
+
+
+def _cut(groups: torch.Tensor, farthest: torch.Tensor, share: float) -> _Cut:
+    scale = _half(farthest * (share / -8))
+    levels = (groups / scale.float()).round().clamp(-8, 7)
+    return _Cut(levels, (levels * scale.float() - groups).square().sum(dim=-1, keepdim=True), scale)
+
+
+def _half(scale: torch.Tensor) -> torch.Tensor:
+    """In float16, and nowhere zero or below float16's normal range, so that nothing is divided by zero."""
+    least = torch.finfo(torch.float16).smallest_normal
+    return torch.where(scale.abs() < least, least, scale).half()
 
 
 def _unpack_one(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
