@@ -13,7 +13,8 @@ PdllmError                        (pdllm_store.errors)
 |   |-- UnmatchedContextError     a prompt holds context that is in no stored chunk, which the caller forbade
 |   |-- ContextWindowError        question, chunks and answer do not fit the model's window
 |   `-- GenerationCancelled       the caller stopped the generation
-`-- NumericsError                 the model gave logits that are not finite
+|-- NumericsError                 the model gave logits that are not finite
+`-- TrainingError                 a training run diverged, or cannot be gone on with
 """
 
 from pdllm_store.errors import PdllmError
@@ -29,6 +30,7 @@ __all__ = [
     "NumericsError",
     "PdllmError",
     "RequestError",
+    "TrainingError",
     "UnknownModelError",
     "UnmatchedContextError",
     "UnreadableDocumentError",
@@ -85,3 +87,7 @@ class GenerationCancelled(RequestError):
 
 class NumericsError(PdllmError):
     """The model gave logits that are not finite."""
+
+
+class TrainingError(PdllmError):
+    """A training run diverged, or its folder holds another run."""

@@ -43,6 +43,7 @@ LAYERS = (
         "pdllm_rag.first_stage",
     ),
     ("pdllm_rag.prefill", "pdllm_rag.ingest", "pdllm_rag.decoding"),
+    ("pdllm_rag.training",),
     ("pdllm_rag.sketches", "pdllm_rag.foreign", "pdllm_rag.fusion", "pdllm_rag.drafts", "pdllm_rag.evidence"),
     ("pdllm_rag.stages",),
     ("pdllm_rag.retrieval", "pdllm_rag.mending", "pdllm_rag.transcript", "pdllm_rag.answer", "pdllm_rag.config"),
