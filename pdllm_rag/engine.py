@@ -113,6 +113,8 @@ class RagEngine:
         chunk_len: int | None = None,
         pool_bytes: int | None = None,
         load: str = "store",
+        adapter: str | None = None,
+        canvas_adapter: str | None = None,
     ) -> RagEngine:
         """Open a store and load a model; weights already loaded in this process are shared.
 
@@ -128,10 +130,14 @@ class RagEngine:
             pool_bytes: most bytes of chunk KV kept between questions, in a GPU's memory if the model is there; None
                 takes 1 GiB, or, if it is more, a fifth of what is free on the GPU.
             load: "store" reads KV from the store, "auto" computes it again where that is faster (`cheaper`).
+            adapter, canvas_adapter: of a model given by name, see `load_model`.
 
         Raises:
-            StoreError, ModelError; ValueError for `store_options` beside a `ChunkStore`, or bad ones.
+            StoreError, ModelError; ValueError for `store_options` beside a `ChunkStore`, or bad ones, and for adapters
+            beside a loaded model.
         """
+        if not isinstance(model, str) and (adapter, canvas_adapter) != (None, None):
+            raise ValueError("an adapter was given beside a loaded model; load the model with it")
         if isinstance(model, str):
             read_spec(model)  # cheap, and before a mistyped model or device leaves an empty store behind
             check_seen(one_device(device, None))
@@ -144,10 +150,11 @@ class RagEngine:
             if kv_dtype is not None and kv_dtype != store.kv_dtype:
                 raise StoreMismatchError(f"the store keeps {store.kv_dtype}, asked for {kv_dtype}; open it without")
         try:
-            loaded = registry.shared_model(model, device, dtype) if isinstance(model, str) else model
+            if isinstance(model, str):
+                model = registry.shared_model(model, device, dtype, adapter, canvas_adapter)
             return cls(
                 opened,
-                loaded,
+                model,
                 options=options,
                 scoring=scoring,
                 chunk_len=chunk_len,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from pdllm_rag.cli import bench_attention, bench_decode, bench_decoders, bench_prefill
+from pdllm_rag.cli import bench_attention, bench_decode, bench_decoders, bench_prefill, bench_train
 from pdllm_rag.cli.bench_report import model_subject, quartiles, report, waiting
 from pdllm_rag.cli.bench_values import list_of
 from pdllm_rag.cli.console import byte_size, table
-from pdllm_rag.cli.opening import add_model, add_store, open_engine
+from pdllm_rag.cli.opening import adapters, add_model, add_store, open_engine
 from pdllm_rag.cli.prefill import KV_DTYPES
 from pdllm_rag.cli.values import positive_int
 
@@ -70,6 +70,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench_attention.add_parser(benches)
     bench_decode.add_parser(benches)
     bench_decoders.add_parser(benches)
+    bench_train.add_parser(benches)
     _add_store_bench(benches)
     _add_corpus_bench(benches)
 
@@ -176,7 +177,7 @@ def run_corpus(args: argparse.Namespace) -> int:
     from pdllm_rag.bench.corpus import bench_corpus
     from pdllm_rag.models import load_model
 
-    model = load_model(args.model, device=args.device)
+    model = load_model(args.model, device=args.device, **adapters(args))
     with waiting(args):
         figures = bench_corpus(model, args.sizes, questions=args.questions, repeat=args.repeat, folder=args.dir)
     report(args, figures, [_corpus_table(figures)], model_subject(figures))

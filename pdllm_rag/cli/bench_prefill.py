@@ -16,6 +16,7 @@ from pdllm_rag.cli.bench_report import (
     waiting,
 )
 from pdllm_rag.cli.console import table
+from pdllm_rag.cli.opening import adapters, add_adapters
 from pdllm_rag.cli.values import positive_int
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="compute dtype (default: of a shape bfloat16, else the faster)")
     parser.add_argument("--layers", type=positive_int, metavar="N", help="fewer layers of a shape, to try things out")
+    add_adapters(parser)
 
 
 def chosen_model(args: argparse.Namespace) -> LoadedModel:
@@ -77,8 +79,8 @@ def chosen_model(args: argparse.Namespace) -> LoadedModel:
     if args.layers:
         raise ValueError("--layers was given without --shape; a checkpoint has the layers that it has")
     if args.device is None and dtype is None:
-        return models.load_model(args.model)
-    return models.load_model(args.model, device=str(chosen_device(args.device)), dtype=dtype)
+        return models.load_model(args.model, **adapters(args))
+    return models.load_model(args.model, device=str(chosen_device(args.device)), dtype=dtype, **adapters(args))
 
 
 def run_prefill(args: argparse.Namespace) -> int:

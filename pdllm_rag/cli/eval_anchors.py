@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pdllm_rag.cli.bench_values import count, list_of
 from pdllm_rag.cli.console import on_terminal, print_table, progress_bar, results, table, write_json
 from pdllm_rag.cli.eval_report import where
-from pdllm_rag.cli.opening import add_model
+from pdllm_rag.cli.opening import adapters, add_model
 from pdllm_rag.cli.options import PLACEMENTS
 from pdllm_rag.cli.values import positive_int, seed
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot is not None:
         check_plot(args.plot)
-    model = load_model(args.model, device=args.device)
+    model = load_model(args.model, device=args.device, **adapters(args))
     chunk_len = args.chunk_len or model.spec.family.chunk_len
     with progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
         task = bar.add_task("Measuring", total=len(args.lengths) * len(ANCHORS) * args.questions)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pdllm_rag.cli.bench_values import count, list_of
 from pdllm_rag.cli.console import on_terminal, print_table, progress_bar, results, table, write_json
 from pdllm_rag.cli.eval_report import estimate, settings, where
-from pdllm_rag.cli.opening import add_model
+from pdllm_rag.cli.opening import adapters, add_model
 from pdllm_rag.cli.options import add_asking, asking_options
 from pdllm_rag.cli.values import positive_int, probability, seed
 
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             f"{grid.dense_max or spec.family.window}. Take shorter ones, or raise --dense-max"
         )
     options = asking_options(args, abstain=False)
-    model = load_model(args.model, device=args.device)
+    model = load_model(args.model, device=args.device, **adapters(args))
     trials = []
     with ExitStack() as stack:
         details = stack.enter_context(open(args.details, "w", encoding="utf-8")) if args.details else None

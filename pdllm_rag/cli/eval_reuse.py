@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pdllm_rag.cli.bench_values import list_of
 from pdllm_rag.cli.console import byte_size, on_terminal, print_table, progress_bar, results, say, table, write_json
 from pdllm_rag.cli.eval_report import estimate, estimated_difference, settings, where
-from pdllm_rag.cli.opening import add_model
+from pdllm_rag.cli.opening import adapters, add_model
 from pdllm_rag.cli.options import PLACEMENTS, POLICIES
 from pdllm_rag.cli.values import positive_int, seed
 
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     ways = Way(policy=args.policy, placement=args.placement).variations(args.vary)
     sets = _questions(args)
     options = AskOptions(k=args.k, policy=args.policy, placement=args.placement, abstain=False)
-    model = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype))
+    model = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype), **adapters(args))
     ways = _meaningful(ways, model)
     chunk_len = args.chunk_len or model.spec.family.chunk_len
     reader = Reader(model, options, chunk_len=chunk_len)

@@ -45,7 +45,7 @@ def add_store(
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add `--model` and `--device`."""
+    """Add `--model`, its adapters, and `--device`."""
     parser.add_argument("--model", default="demo", help="bundled model or checkpoint folder (default: demo)")
     parser.add_argument(
         "--device",
@@ -53,6 +53,18 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="DEVICE",
         help="where the model computes: auto (the first GPU if there is one), cpu or cuda (default: auto)",
     )
+    add_adapters(parser)
+
+
+def add_adapters(parser: argparse.ArgumentParser) -> None:
+    """Add `--adapter` and `--canvas-adapter`."""
+    parser.add_argument("--adapter", metavar="DIR", help="LoRA for every row; KV stored without it is not read with it")
+    parser.add_argument("--canvas-adapter", metavar="DIR", help="LoRA for decoder d2f, such as demo-d2f")
+
+
+def adapters(args: argparse.Namespace) -> dict[str, Any]:
+    """The adapters of a command line, for `load_model` and `RagEngine.open`."""
+    return {"adapter": args.adapter, "canvas_adapter": args.canvas_adapter}
 
 
 def is_store_given(args: argparse.Namespace) -> bool:
@@ -103,6 +115,7 @@ def open_engine(
         chunk_len=chunk_len,
         store_options=options,
         load=load,
+        **adapters(args) if isinstance(args.model, str) else {},
     )
 
 

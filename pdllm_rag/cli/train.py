@@ -1,0 +1,202 @@
+"""`pdllm train`: a diffusion model over chunks out of an autoregressive one, and adapters for one that is there."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdllm_rag.cli.bench_values import count, list_of
+from pdllm_rag.cli.console import on_terminal, progress_bar, results, say, write_json
+from pdllm_rag.cli.values import not_negative, positive_int, probability, seed, share
+
+if TYPE_CHECKING:
+    from pdllm_rag.training.runs import Run
+    from pdllm_rag.training.texts import Corpus
+
+# Spelled out, so that `--help` needs no torch; a test keeps them equal to what they stand for.
+ROUNDINGS = ("none", "4bit", "8bit")
+RATES = {"adapt": 4e-4, "chunk-lora": 2e-4, "d2f": 1e-5}
+ABOUT = {
+    "adapt": "train all weights of a checkpoint to answer from chunks that see only themselves",
+    "chunk-lora": "the same by an adapter on every row, for checkpoints too large to train whole",
+    "d2f": "train an adapter for decoder d2f, which acts on question and answer only",
+}
+DETAILS = {
+    "adapt": "An autoregressive checkpoint becomes a masked-diffusion model that reads chunks which were encoded on "
+    "their own: --keep-layers and --vocabulary make it smaller first. A diffusion checkpoint is trained further.",
+    "chunk-lora": "The result is given as --adapter. KV that was stored without it is not read with it.",
+    "d2f": "Distils the model into itself with block-causal sight, as in D2F (arXiv 2508.09192); chunks are encoded "
+    "without the adapter, so stored KV stays valid. The result is given as --canvas-adapter.",
+}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command and what can be trained."""
+    parser = commands.add_parser(
+        "train", help="train a demo-sized model, or adapters", description="Train; see docs/training.md."
+    )
+    kinds = parser.add_subparsers(metavar="KIND", dest="kind", required=True)
+    for kind, about in ABOUT.items():
+        _add_common(kinds.add_parser(kind, help=about, description=f"{about.capitalize()}. {DETAILS[kind]}"), kind)
+
+
+def _add_common(parser: argparse.ArgumentParser, kind: str) -> None:
+    parser.add_argument(
+        "--model", required=True, metavar="M", help="where to begin: demo, a checkpoint's folder, an id"
+    )
+    parser.add_argument(
+        "--data",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="questions (.jsonl) and prose (.txt), also .gz; folders",
+    )
+    parser.add_argument(
+        "--exclude", nargs="+", default=[], metavar="PATH", help="texts never to be trained on, nor what resembles them"
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="of the run; the result is in DIR/result")
+    parser.add_argument("--steps", required=True, type=positive_int, metavar="N", help="batches; a run is resumed")
+    parser.add_argument("--rows", type=positive_int, default=16, metavar="N", help="rows of a batch (default: 16)")
+    parser.add_argument("--lr", type=not_negative, default=RATES[kind], help=f"peak rate (default: {RATES[kind]:g})")
+    parser.add_argument("--warmup", type=positive_int, default=150, metavar="N", help="steps (default: 150)")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of samples and masks (default: 0)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that make batches (default: 0)")
+    parser.add_argument("--recipe", choices=("short", "long"), default="long" if kind == "d2f" else "short",
+                        help="mostly short answers, or sentences (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--context-len", type=positive_int, default=2048, metavar="N",
+                        help="positions of a row for the chunks of its samples (default: 2048)")  # fmt: skip
+    parser.add_argument("--canvas-len", type=positive_int, default=1152, metavar="N",
+                        help="positions of a row for their questions and answers (default: 1152)")  # fmt: skip
+    parser.add_argument(
+        "--answer-lens", type=list_of(count), metavar="A,B,...", help="rows of an answer, one of them is drawn"
+    )
+    parser.add_argument(
+        "--views", type=list_of(float), metavar="A,B,C",
+        help="shares of samples whose chunks see only themselves, each other, or also the question",
+    )  # fmt: skip
+    parser.add_argument("--save-every", type=positive_int, default=1000, metavar="N", help="steps (default: 1000)")
+    parser.add_argument("--validate-every", type=positive_int, default=500, metavar="N", help="steps (default: 500)")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the curves there (needs matplotlib)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and no progress")
+    if kind == "adapt":
+        parser.add_argument("--rounding", choices=ROUNDINGS, default="none", help="train under it, and store it so")
+        parser.add_argument("--keep-layers", type=_ranges, metavar="A-B,C", help="layers to begin with (default: all)")
+        parser.add_argument("--vocabulary", type=positive_int, metavar="N", help="first entries to keep (default: all)")
+        parser.add_argument("--mask-in-place-of", metavar="TOKEN", help="the token that becomes the mask of an "
+                            "autoregressive checkpoint")  # fmt: skip
+        parser.add_argument("--bos", metavar="TOKEN", help="the token that its chunks begin with (default: its own)")
+    else:
+        parser.add_argument("--rounding", choices=("none", "8bit"), default="none", help="likewise")
+        parser.add_argument("--rank", type=positive_int, default=32, metavar="N", help="of the adapter (default: 32)")
+        parser.add_argument("--alpha", type=positive_int, default=32, metavar="N", help="its scale (default: 32)")
+        parser.add_argument("--dropout", type=probability, default=0.1, metavar="P", help="(default: 0.1)")
+    if kind == "d2f":
+        parser.add_argument("--block-len", type=positive_int, default=16, metavar="N", help="rows (default: 16)")
+        parser.add_argument("--noise", type=list_of(share), default=[0.2, 0.7], metavar="A,B",
+                            help="the first block's share of masks, later ones up to B (default: 0.2,0.7)")  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train and say where the result is."""
+    from pdllm_rag.bench.plots import check_plot
+    from pdllm_rag.training import runs
+    from pdllm_rag.training.adapters import LoraShape
+    from pdllm_rag.training.noise import MonotoneNoise
+
+    if args.plot is not None:
+        check_plot(args.plot)
+    settings = _settings(args)
+    with progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
+        task = bar.add_task("Training", total=args.steps)
+
+        def report(line: dict[str, Any]) -> None:
+            bar.update(task, completed=line["step"])
+            if not args.json:
+                say("note", " ".join(f"{key} {value:.4g}" for key, value in line.items()))
+
+        if args.kind == "adapt":
+            folder = runs.adapt(settings, report)
+        else:
+            lora = LoraShape(args.rank, args.alpha, args.dropout)
+            if args.kind == "chunk-lora":
+                folder = runs.train_chunk_lora(settings, lora, report)
+            else:
+                noise = MonotoneNoise(args.block_len, (args.noise[0], args.noise[1]))
+                folder = runs.train_d2f(settings, lora, report, noise)
+    if args.plot is not None:
+        from pdllm_rag.training.curves import plot_curves
+
+        plot_curves(settings.folder / "log.jsonl", args.plot)
+    if args.json:
+        write_json({"result": str(folder), "log": str(settings.folder / "log.jsonl"), "steps": args.steps})
+    else:
+        results().print(f"trained: {folder}", soft_wrap=True)
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> Run:
+    from pdllm_rag.training.items import Shape
+    from pdllm_rag.training.loop import Plan
+    from pdllm_rag.training.runs import Run
+    from pdllm_rag.training.texts import Corpus, Mixture, Recipe
+
+    recipe = Recipe.long() if args.recipe == "long" else Recipe()
+    training, held = Corpus.read(args.data, exclude=args.exclude).split()
+    if training.n_excluded:
+        say("note", f"{training.n_excluded} texts are known to --exclude and left out")
+    plan = Plan(
+        steps=args.steps, lr=args.lr, warmup=args.warmup, seed=args.seed, workers=args.workers,
+        save_every=args.save_every, validate_every=args.validate_every,
+    )  # fmt: skip
+    chosen = {"context_len": args.context_len, "canvas_len": args.canvas_len}
+    chosen |= {"answer_lens": tuple(args.answer_lens)} if args.answer_lens else {}
+    chosen |= {"views": tuple(args.views)} if args.views else {}
+    folder = Path(args.out)
+    return Run(
+        model=_start(args, folder),
+        training=Mixture(training, recipe),
+        validation=Mixture(held, recipe) if _holds(held) else None,
+        folder=folder,
+        plan=plan,
+        shape=Shape(**chosen),
+        n_rows=args.rows,
+        rounding=args.rounding,
+        device=args.device,
+    )
+
+
+def _start(args: argparse.Namespace, folder: Path) -> str:
+    """The checkpoint to begin with; one that is to be pruned, or given a mask, is written into the run's folder."""
+    if args.kind != "adapt" or not (args.keep_layers or args.vocabulary or args.bos or args.mask_in_place_of):
+        return str(args.model)
+    from pdllm_rag.models.hub import locate
+    from pdllm_rag.training.pruning import prune
+
+    if args.mask_in_place_of is None:
+        raise ValueError("--keep-layers, --vocabulary and --bos begin with an autoregressive checkpoint; name a token "
+                         "for its mask with --mask-in-place-of")  # fmt: skip
+    start = folder / "start"
+    prune(locate(args.model), start, mask_in_place_of=args.mask_in_place_of, layers=args.keep_layers,
+          vocabulary=args.vocabulary, bos=args.bos)  # fmt: skip
+    return str(start)
+
+
+def _holds(corpus: Corpus) -> bool:
+    """Whether there is anything in it."""
+    return any(getattr(corpus, field.name) for field in fields(corpus) if field.name != "n_excluded")
+
+
+def _ranges(text: str) -> list[int]:
+    """Numbers and ranges of them, such as 0-3,5,8."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers and ranges such as 0-3,5,8")
+        found += range(int(first), int(last if dash else first) + 1)
+    return found
