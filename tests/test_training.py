@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import save_tiny_model
 
 from pdllm_rag.attends import DenseAttend
 from pdllm_rag.engine import RagEngine
@@ -28,7 +29,6 @@ from pdllm_rag.training.objectives import Reading
 from pdllm_rag.training.rows import Batch, lay_out
 from pdllm_rag.training.runs import Run, Subject, adapt, train_chunk_lora, train_d2f
 from pdllm_rag.training.texts import Exchange, Sample
-from tests.tiny import save_tiny_model
 
 SHAPE = Shape(context_len=24, canvas_len=96, sample_len=24, chunk_lens=(32,), answer_lens=(4,), views=(1, 0, 0))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import save_tiny_model
 
 from pdllm_rag.attention import causal_block
 from pdllm_rag.models import LoadedModel, load_model
@@ -19,7 +20,6 @@ from pdllm_rag.training.noise import DiffusionNoise, MonotoneNoise
 from pdllm_rag.training.rows import Batch, lay_out
 from pdllm_rag.training.texts import Exchange, Sample
 from pdllm_rag.training.visibility import EVERY_CHUNK, Marks, dense_mask
-from tests.tiny import save_tiny_model
 
 SHAPE = Shape(context_len=72, canvas_len=96, sample_len=72, chunk_lens=(8, 12), answer_lens=(6, 10))
 TEXT = "The red lamp is in the hall. The blue lamp is in the attic."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,12 +140,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> Run:
+    from pdllm_rag.models.loader import read_spec
     from pdllm_rag.training.items import Shape
     from pdllm_rag.training.loop import Plan
     from pdllm_rag.training.runs import Run
     from pdllm_rag.training.texts import Corpus, Mixture, Recipe
 
+    start = _start(args, Path(args.out))
+    no_answer = read_spec(start)[0].family.no_answer
     recipe = Recipe.long() if args.recipe == "long" else Recipe()
+    recipe = recipe if no_answer is None else replace(recipe, not_found=no_answer)
     training, held = Corpus.read(args.data, exclude=args.exclude).split()
     if training.n_excluded:
         say("note", f"{training.n_excluded} texts are known to --exclude and left out")
@@ -156,12 +160,11 @@ def _settings(args: argparse.Namespace) -> Run:
     chosen = {"context_len": args.context_len, "canvas_len": args.canvas_len}
     chosen |= {"answer_lens": tuple(args.answer_lens)} if args.answer_lens else {}
     chosen |= {"views": tuple(args.views)} if args.views else {}
-    folder = Path(args.out)
     return Run(
-        model=_start(args, folder),
+        model=start,
         training=Mixture(training, recipe),
         validation=Mixture(held, recipe) if _holds(held) else None,
-        folder=folder,
+        folder=Path(args.out),
         plan=plan,
         shape=Shape(**chosen),
         n_rows=args.rows,
