@@ -16,8 +16,8 @@ from pdllm_store import (
     DocumentInfo,
     DocumentNotFoundError,
     KVDtype,
-    LMDBStore,
     StoreMismatchError,
+    open_store,
 )
 
 from pdllm_rag import registry
@@ -119,11 +119,11 @@ class RagEngine:
         """Open a store and load a model; weights already loaded in this process are shared.
 
         Args:
-            store: folder of a store, or a `ChunkStore`.
+            store: folder or URL of a store, or a `ChunkStore`.
             model: "demo", a checkpoint folder, or a loaded model.
             kv_dtype: stored dtype of a new store (default bfloat16); for an existing one it must fit.
             create: make the store if there is none.
-            store_options: of the folder's store, such as `max_bytes`, `key` and `read_only` (see `LMDBStore.open`).
+            store_options: of a store opened here, such as `max_bytes`, `cache` and `read_only` (see `open_store`).
             device: of a model given by name; "auto" is the first GPU where torch sees one, else the CPU.
             dtype: compute dtype; None takes the faster one.
             chunk_len: tokens of a chunk, BOS included; None takes the family's.
@@ -142,11 +142,11 @@ class RagEngine:
             read_spec(model)  # cheap, and before a mistyped model or device leaves an empty store behind
             check_seen(one_device(device, None))
         if isinstance(store, (str, PathLike)):
-            opened: ChunkStore = LMDBStore.open(store, kv_dtype=kv_dtype, create=create, **store_options or {})
+            opened: ChunkStore = open_store(store, kv_dtype=kv_dtype, create=create, **store_options or {})
         else:
             opened = store
             if store_options is not None:
-                raise ValueError("store_options were given beside an open store; give a folder, or open it with them")
+                raise ValueError("store_options were given beside an open store; open it with them instead")
             if kv_dtype is not None and kv_dtype != store.kv_dtype:
                 raise StoreMismatchError(f"the store keeps {store.kv_dtype}, asked for {kv_dtype}; open it without")
         try:

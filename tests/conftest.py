@@ -14,6 +14,7 @@ if not torch.cuda.is_available():  # Triton's kernels are interpreted; read when
     os.environ["TRITON_INTERPRET"] = "1"
 
 from command_line import Outcome, Pdllm, write_texts
+from far import ENVIRONMENT, Moto, moto_server
 from tiny import save_tiny_model
 
 from pdllm_rag.cli import main
@@ -77,3 +78,18 @@ def filled(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: Path) -> P
     write_texts(top / "docs")
     assert main(["prefill", str(top / "docs"), "--store", str(top / "kb"), "--model", str(tiny_model_path)]) == 0
     return top / "kb"
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[Moto]:
+    """A server of S3."""
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(moto: Moto, monkeypatch: pytest.MonkeyPatch) -> Moto:
+    """A server of S3 that the environment leads to."""
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{moto.port}"}.items():
+        monkeypatch.setenv(name, value)
+    return moto

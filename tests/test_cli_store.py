@@ -129,7 +129,7 @@ def test_stats_have_a_fixed_form_in_json(pdllm: Pdllm, kb: Path) -> None:
     types: dict[str, object] = dict.fromkeys(
         (*counts, "used_bytes", "free_bytes", "file_bytes", "evictions", "generation"), int
     )
-    types |= dict.fromkeys(("hits", "misses", "damaged", "recomputed"), int)
+    types |= dict.fromkeys(("hits", "misses", "damaged", "recomputed", "fetched"), int)
     types |= {"path": str, "kv_dtype": str, "max_bytes": type(None), "fingerprints": dict}
     stats = one_object(pdllm("store", "stats", "--store", kb, "--json"))
     assert {key: type(value) for key, value in stats.items()} == types

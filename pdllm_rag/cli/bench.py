@@ -42,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Where a question's time goes, and what static chunk KV saves against encoding the "
         "context anew at each denoising step.",
     )
-    add_store(query, help="folder of the store that is asked", may_read_only=True)
+    add_store(query, help="folder or URL of the store that is asked", may_read_only=True)
     add_model(query)
     query.add_argument(
         "--questions",

@@ -33,7 +33,7 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_model(parser)
     answers = parser.add_argument_group("answers")
     answers.add_argument("--questions", metavar="FILE", help="as for `pdllm eval qa`; needs --store")
-    add_store(parser, help="folder of the store that is asked", required=False, may_read_only=True)
+    add_store(parser, help="folder or URL of the store that is asked", required=False, may_read_only=True)
     answers.add_argument(
         "--setting",
         type=_setting,

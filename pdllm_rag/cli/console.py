@@ -23,6 +23,7 @@ from rich.text import Text
 PAPER_WIDTH = 80  # of text that is laid out, where there is no terminal
 ENDLESS = 100_000
 COMPUTED_AGAIN = "computed again when they are needed"  # what happens to evicted chunks
+FETCHED_AGAIN = "fetched again when they are needed"  # to those that a cache has evicted
 _ESCAPED_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

@@ -52,7 +52,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "none. A line is a JSON object: question, answers, doc_ids, kind (answerable, unrelated, near_miss).",
     )
     qa.add_argument("--data", required=True, metavar="FILE", help="questions, one JSON object per line")
-    about = "folder of the store; not needed if every row has a context"
+    about = "folder or URL of the store; not needed if every row has a context"
     add_store(qa, help=about, required=False, may_read_only=True)
     add_model(qa)
     add_asking(qa)

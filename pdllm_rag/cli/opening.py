@@ -9,9 +9,10 @@ import stat
 from typing import TYPE_CHECKING, Any
 
 from pdllm_rag.cli.console import say
+from pdllm_rag.cli.values import size
 
 if TYPE_CHECKING:
-    from pdllm_store import KVDtype, LMDBStore
+    from pdllm_store import KVDtype, LMDBStore, ObjectChunkStore
 
     from pdllm_rag.engine import RagEngine
 
@@ -22,12 +23,18 @@ _MOST_BYTES = 4096  # that are read of a key file
 def add_store(
     parser: argparse.ArgumentParser,
     *,
-    help: str = "folder of the store",
+    help: str = "folder or URL of the store",
     required: bool = True,
     may_read_only: bool = False,
 ) -> None:
-    """Add `--store` and `--key-file`, and `--read-only` to a command that needs to change nothing."""
+    """Add `--store`, its cache and `--key-file`, and `--read-only` to a command that needs to change nothing."""
     parser.add_argument("--store", required=required, metavar="DIR", help=help)
+    parser.add_argument(
+        "--cache",
+        metavar="DIR",
+        help="of a store given by URL (s3, gs, az, file:///): local folder that keeps what is read and written",
+    )
+    parser.add_argument("--cache-bytes", type=size, metavar="SIZE", help="cap of that folder, such as 20GB")
     parser.add_argument(
         "--key-file",
         metavar="FILE",
@@ -73,20 +80,21 @@ def is_store_given(args: argparse.Namespace) -> bool:
     Raises:
         ValueError: it was not, but something that says how to open it.
     """
-    if args.store is None and (args.key_file is not None or args.read_only):
-        raise ValueError("--key-file and --read-only say how a store is opened, and --store is missing")
+    options = (args.key_file, args.read_only or None, args.cache, args.cache_bytes)
+    if args.store is None and any(option is not None for option in options):
+        raise ValueError("--key-file, --read-only and --cache say how a store is opened, and --store is missing")
     return args.store is not None
 
 
-def open_store(args: argparse.Namespace) -> LMDBStore:
+def open_store(args: argparse.Namespace) -> LMDBStore | ObjectChunkStore:
     """The store of a command line; it must be there.
 
     Raises:
         StoreError; OSError and ValueError for the key file.
     """
-    from pdllm_store import LMDBStore
+    from pdllm_store import open_store as open_at
 
-    return LMDBStore.open(args.store, create=False, **_options(args))
+    return open_at(args.store, create=False, **_options(args))
 
 
 def open_engine(
@@ -145,13 +153,14 @@ def read_key(path: str) -> bytes:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """What `LMDBStore.open` is to be told. Raises StoreError if it would have to write where nobody may."""
+    """What `pdllm_store.open_store` is to be told. Raises StoreError if it would have to write where nobody may."""
     from pdllm_store import StoreError
 
     if args.read_only is False and not _is_writable(args.store):
         raise StoreError(f"the store {args.store} cannot be written here; --read-only reads it and changes nothing")
     key = None if args.key_file is None else read_key(args.key_file)
-    return {"key": key, "read_only": bool(args.read_only)}
+    given = {"key": key, "cache": args.cache, "cache_bytes": args.cache_bytes}
+    return {"read_only": bool(args.read_only), **{name: value for name, value in given.items() if value is not None}}
 
 
 def _is_writable(folder: str) -> bool:

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from pdllm_rag.cli.console import (
     COMPUTED_AGAIN,
+    FETCHED_AGAIN,
     byte_size,
     counted,
     kib,
@@ -55,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "already costs nothing, and a run that was interrupted goes on where it stopped.",
     )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="file, folder or pattern ('docs/**/*.md')")
-    add_store(parser, help="folder of the store, made if need be")
+    add_store(parser, help="folder or URL of the store, made if need be")
     add_model(parser)
     parser.add_argument(
         "--chunk-len", type=positive_int, metavar="N", help="tokens of a chunk (default: the model family's)"
@@ -105,16 +106,19 @@ def run(args: argparse.Namespace) -> int:
         n_evicted = engine.store.stats().evictions - evictions
     costs = [_disk(report, engine.fingerprint)] if report.bytes_written else []
     if n_evicted > 0:
-        costs.append(f"{counted(n_evicted, 'chunk')} evicted to stay below the cap; {COMPUTED_AGAIN}")
+        again = FETCHED_AGAIN if args.cache else COMPUTED_AGAIN
+        costs.append(f"{counted(n_evicted, 'chunk')} evicted to stay below the cap; {again}")
     return _tell(report, args, costs)
 
 
 def _nothing_to_read(args: argparse.Namespace) -> PrefillReport | None:
     """The report if there are neither files nor a store: then no store is made, and no model is loaded."""
+    from pdllm_store import is_url
+
     from pdllm_rag.prefill import Failure, PrefillReport
     from pdllm_rag.sources import find
 
-    if os.path.exists(os.path.join(args.store, "data.mdb")):
+    if is_url(args.store) or os.path.exists(os.path.join(args.store, "data.mdb")):
         return None
     found = find(args.paths, id_prefix=args.id_prefix)
     return None if found.files else PrefillReport(failed=[Failure(*problem) for problem in found.problems])

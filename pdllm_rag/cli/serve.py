@@ -26,7 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Serve a store: POST /v1/qa, an OpenAI-shaped POST /v1/chat/completions, documents, metrics and a "
         "web page. Further limits are environment variables, see docs/server.md.",
     )
-    add_store(parser, help="folder of the store; it is made if there is none", may_read_only=True)
+    add_store(parser, help="folder or URL of the store; it is made if there is none", may_read_only=True)
     add_model(parser)
     parser.add_argument(
         "--load",

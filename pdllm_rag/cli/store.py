@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pdllm_rag.cli import store_upkeep, store_verify
 from pdllm_rag.cli.console import (
     COMPUTED_AGAIN,
+    FETCHED_AGAIN,
     byte_size,
     fact_table,
     print_table,
@@ -20,7 +21,8 @@ from pdllm_rag.cli.opening import open_store
 from pdllm_rag.cli.store_action import add_action, documents
 
 if TYPE_CHECKING:
-    from pdllm_store import DocumentInfo, LMDBStore, ModelFingerprint, StoreStats
+    from pdllm_store import DocumentInfo, ModelFingerprint, StoreStats
+    from pdllm_store.table_store import TableStore
 
 DIGEST_CHARS = 12  # of a fingerprint that is shown
 
@@ -42,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="count documents, chunks, tokens and bytes",
         keys="path, kv_dtype; documents, chunks, orphans (chunks that no document refers to), evicted (chunks), tokens "
         "and kv_bytes, of all models and by model in fingerprints; used_bytes, free_bytes, file_bytes, max_bytes (null "
-        "without a cap), evictions, generation; hits, misses, damaged and recomputed, of this command alone",
+        "without a cap), evictions, generation; hits, misses, damaged, recomputed and fetched, of this command alone",
         may_read_only=True,
     )
     add_action(
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         return status
 
 
-def _stats(store: LMDBStore, args: argparse.Namespace) -> int:
+def _stats(store: TableStore, args: argparse.Namespace) -> int:
     stats = store.stats()
     if args.json:
         models = {digest: model._asdict() for digest, model in stats.fingerprints.items()}
@@ -94,8 +96,11 @@ def _stats(store: LMDBStore, args: argparse.Namespace) -> int:
 
 
 def _facts(stats: StoreStats) -> list[tuple[str, str]]:
+    from pdllm_store import is_url
+
     orphans = f", {stats.orphans:,} of which no document refers to" if stats.orphans else ""
-    evicted = f", {COMPUTED_AGAIN}" if stats.evicted else ""
+    again = FETCHED_AGAIN if is_url(stats.path) else COMPUTED_AGAIN
+    evicted = f", {again}" if stats.evicted else ""
     over = stats.max_bytes is not None and stats.file_bytes > stats.max_bytes
     return [
         ("store", stats.path),
@@ -113,7 +118,7 @@ def _facts(stats: StoreStats) -> list[tuple[str, str]]:
     ]
 
 
-def _list(store: LMDBStore, args: argparse.Namespace) -> int:
+def _list(store: TableStore, args: argparse.Namespace) -> int:
     found = documents(store)
     gone = set(store.evicted([chunk_id for _, info in found for chunk_id in info.chunk_ids]))
     if args.json:

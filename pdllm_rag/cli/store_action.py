@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from pdllm_rag.cli.opening import add_store
 
 if TYPE_CHECKING:
-    from pdllm_store import DocumentInfo, LMDBStore, ModelFingerprint
+    from pdllm_store import DocumentInfo, ModelFingerprint
+    from pdllm_store.table_store import TableStore
 
-    Act = Callable[[LMDBStore, argparse.Namespace], int]
+    Act = Callable[[TableStore, argparse.Namespace], int]
     Actions = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
@@ -43,13 +44,13 @@ def add_action(
     return parser
 
 
-def documents(store: LMDBStore) -> list[tuple[ModelFingerprint, DocumentInfo]]:
+def documents(store: TableStore) -> list[tuple[ModelFingerprint, DocumentInfo]]:
     """Documents of every model, by doc_id."""
     found = [(f, info) for f in store.fingerprints() for info in store.documents(f)]
     return sorted(found, key=lambda pair: (pair[1].doc_id, pair[0].digest))
 
 
-def holders(store: LMDBStore, doc_ids: Iterable[str]) -> list[tuple[ModelFingerprint, str]]:
+def holders(store: TableStore, doc_ids: Iterable[str]) -> list[tuple[ModelFingerprint, str]]:
     """The documents of these ids under every model that holds them, damaged ones among them.
 
     Raises:
@@ -70,7 +71,7 @@ def holders(store: LMDBStore, doc_ids: Iterable[str]) -> list[tuple[ModelFingerp
     return found
 
 
-def _holds(store: LMDBStore, model: ModelFingerprint, doc_id: str) -> bool:
+def _holds(store: TableStore, model: ModelFingerprint, doc_id: str) -> bool:
     from pdllm_store import DocumentNotFoundError, RecordDamagedError
 
     try:

@@ -21,6 +21,7 @@ from pdllm_rag.cli.values import duration, size, size_or_none
 
 if TYPE_CHECKING:
     from pdllm_store import LMDBStore
+    from pdllm_store.table_store import TableStore
 
     from pdllm_rag.cli.store_action import Actions
 
@@ -123,6 +124,23 @@ def _add_taking_out(actions: Actions) -> None:
         "store open, and the disk needs room for the second file",
         keys="orphans, in chunks, and bytes, as given back",
     )
+    garbage = add_action(
+        actions,
+        "gc",
+        _gc,
+        help="delete what a store given by URL does not need any more",
+        about="Objects of deleted documents, of interrupted prefills and of states before the present one",
+        keys="chunks, others (manifests and segments), in objects, bytes, and dry_run",
+    )
+    garbage.add_argument(
+        "--grace",
+        type=duration,
+        default=24 * 3600.0,
+        metavar="TIME",
+        help="leave objects that are younger, which a prefill at work may need (default: 24h); less than 1h only if "
+        "nobody writes",
+    )
+    garbage.add_argument("--dry-run", action="store_true", help="count them only")
     compaction.add_argument(
         "--wipe",
         action="store_true",
@@ -131,15 +149,15 @@ def _add_taking_out(actions: Actions) -> None:
     )
 
 
-def _pin(store: LMDBStore, args: argparse.Namespace) -> int:
+def _pin(store: TableStore, args: argparse.Namespace) -> int:
     return _set_pinned(store, args, pinned=True)
 
 
-def _unpin(store: LMDBStore, args: argparse.Namespace) -> int:
+def _unpin(store: TableStore, args: argparse.Namespace) -> int:
     return _set_pinned(store, args, pinned=False)
 
 
-def _set_pinned(store: LMDBStore, args: argparse.Namespace, *, pinned: bool) -> int:
+def _set_pinned(store: TableStore, args: argparse.Namespace, *, pinned: bool) -> int:
     changed = dict.fromkeys(args.doc_ids, False)
     for model, doc_id in holders(store, args.doc_ids):
         changed[doc_id] |= store.set_pinned(model, doc_id, pinned=pinned)
@@ -154,7 +172,7 @@ def _set_pinned(store: LMDBStore, args: argparse.Namespace, *, pinned: bool) -> 
     return 0
 
 
-def _limit(store: LMDBStore, args: argparse.Namespace) -> int:
+def _limit(store: TableStore, args: argparse.Namespace) -> int:
     if args.max_bytes != UNCHANGED:
         store.set_max_bytes(args.max_bytes)
     stats = store.stats()
@@ -172,7 +190,7 @@ def _limit(store: LMDBStore, args: argparse.Namespace) -> int:
     return 0
 
 
-def _evict(store: LMDBStore, args: argparse.Namespace) -> int:
+def _evict(store: TableStore, args: argparse.Namespace) -> int:
     before = store.stats().kv_bytes
     n_evicted = store.evict(n_bytes=args.bytes, unused_for_s=args.unused_for or 0)
     freed = max(0, before - store.stats().kv_bytes)
@@ -186,7 +204,7 @@ def _evict(store: LMDBStore, args: argparse.Namespace) -> int:
     return 0
 
 
-def _delete(store: LMDBStore, args: argparse.Namespace) -> int:
+def _delete(store: TableStore, args: argparse.Namespace) -> int:
     wanted = [(model, info.doc_id) for model, info in documents(store)] if args.all else holders(store, args.doc_ids)
     doc_ids = list(dict.fromkeys(doc_id for _, doc_id in wanted))
     if args.all and not args.yes and not _confirmed(len(doc_ids), store.path):
@@ -195,7 +213,7 @@ def _delete(store: LMDBStore, args: argparse.Namespace) -> int:
     given_back = 0
     n_deleted = store.stats().documents if args.all else len(doc_ids)  # a damaged document has lost its name
     if args.purge:
-        given_back = store.purge(None if args.all else wanted)
+        given_back = _in_folder(store, "purge").purge(None if args.all else wanted)
     elif args.all:
         store.delete_all()
     else:
@@ -220,11 +238,37 @@ def _confirmed(n_documents: int, path: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _compact(store: LMDBStore, args: argparse.Namespace) -> int:
-    n_orphans = store.stats().orphans
-    given_back = store.purge(()) if args.wipe else store.compact()
+def _compact(store: TableStore, args: argparse.Namespace) -> int:
+    folder = _in_folder(store, "compact")
+    n_orphans = folder.stats().orphans
+    given_back = folder.purge(()) if args.wipe else folder.compact()
     if args.json:
         write_json({"orphans": n_orphans, "bytes": given_back})
     else:
         results().print(f"{counted(n_orphans, 'orphan chunk')} dropped, {byte_size(given_back)} given back")
+    return 0
+
+
+def _in_folder(store: TableStore, action: str) -> LMDBStore:
+    """The store. Raises StoreError if it has no file."""
+    from pdllm_store import LMDBStore, StoreError
+
+    if not isinstance(store, LMDBStore):
+        raise StoreError(f"{store.path} has no file to {action}; `pdllm store gc` deletes what it needs no more")
+    return store
+
+
+def _gc(store: TableStore, args: argparse.Namespace) -> int:
+    from pdllm_store import ObjectChunkStore, StoreError
+
+    if not isinstance(store, ObjectChunkStore):
+        raise StoreError(f"{store.path} is a folder, not a URL; `pdllm store compact` gives its free space back")
+    garbage = store.collect_garbage(grace_s=args.grace, dry_run=args.dry_run)
+    if args.json:
+        counts = {"chunks": garbage.chunks, "others": garbage.others, "bytes": garbage.n_bytes}
+        write_json({**counts, "dry_run": args.dry_run})
+        return 0
+    objects = f"{counted(garbage.chunks, 'chunk')} and {garbage.others:,} other objects"
+    done = "would be deleted" if args.dry_run else "deleted"
+    results().print(f"{objects} {done}, {byte_size(garbage.n_bytes)}")
     return 0

@@ -22,7 +22,8 @@ from pdllm_rag.cli.store_action import add_action
 from pdllm_rag.cli.values import seed, share
 
 if TYPE_CHECKING:
-    from pdllm_store import LMDBStore, VerifyReport
+    from pdllm_store import VerifyReport
+    from pdllm_store.table_store import TableStore
     from pdllm_store.verification import Progress
 
     from pdllm_rag.cli.store_action import Actions
@@ -68,7 +69,7 @@ def _complaint(args: argparse.Namespace) -> str:
     return ""
 
 
-def _verify(store: LMDBStore, args: argparse.Namespace) -> int:
+def _verify(store: TableStore, args: argparse.Namespace) -> int:
     live = on_terminal(sys.stderr) and not args.json
     with ExitStack() as stack:
         if args.recompute is not None:
@@ -103,7 +104,7 @@ def _progress(args: argparse.Namespace, *, live: bool) -> Iterator[Progress]:
         yield tell
 
 
-def _engine(store: LMDBStore, model: str, *, live: bool) -> RagEngine:
+def _engine(store: TableStore, model: str, *, live: bool) -> RagEngine:
     """The model that is to compute chunks again, once its engine is there.
 
     Raises:

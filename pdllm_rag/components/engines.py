@@ -19,10 +19,12 @@ _opened: weakref.WeakValueDictionary[EngineKey, RagEngine] = weakref.WeakValueDi
 
 
 def engine_key(store: str | ChunkStore, model: str, device: str) -> EngineKey:
-    """What tells engines apart: the store's real path or its object, the model's, and the device."""
+    """What tells engines apart: the store's real location or its object, the model's, and the device."""
+    from pdllm_store import real_location
+
     from pdllm_rag.models.hub import BUNDLED
 
-    place = os.path.realpath(store) if isinstance(store, str) else id(store)
+    place = real_location(store) if isinstance(store, str) else id(store)
     return place, model if model in BUNDLED else os.path.realpath(os.path.expanduser(model)), device
 
 
@@ -30,7 +32,7 @@ def shared_engine(store: str | ChunkStore, model: str, device: str, *, create: b
     """The engine over that store and model, opened once per process while any component holds it.
 
     Args:
-        store: folder of a store, or a store.
+        store: folder or URL of a store, or a store.
         create: make the store if there is none.
 
     Raises:
@@ -53,10 +55,10 @@ def store_generation(store: str | ChunkStore) -> int | None:
     """The store's generation, read without loading a model; None if there is no store."""
     if not isinstance(store, str):
         return store.generation
-    from pdllm_store import LMDBStore, StoreNotFoundError
+    from pdllm_store import StoreNotFoundError, open_store
 
     try:
-        opened = LMDBStore.open(store, create=False)
+        opened = open_store(store, create=False)
     except StoreNotFoundError:
         return None
     try:

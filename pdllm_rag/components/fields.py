@@ -50,7 +50,7 @@ class StoreComponent(BaseModel):
     """A component over one store and one model.
 
     Attributes:
-        store: folder of a store, or a `ChunkStore`; it is opened at the first call.
+        store: folder or URL of a store, or a `ChunkStore`; it is opened at the first call.
         model: "demo" or a checkpoint's folder.
         device: where the model computes.
     """
@@ -74,7 +74,7 @@ class StoreComponent(BaseModel):
         from pdllm_store import ChunkStore
 
         if not isinstance(store, ChunkStore):
-            raise ValueError(f"store is {store!r}; expected the path of a store or a ChunkStore")
+            raise ValueError(f"store is {store!r}; expected the folder or URL of a store, or a ChunkStore")
         return store
 
     @field_serializer("store")
@@ -102,9 +102,11 @@ class StoreComponent(BaseModel):
 
     def identity(self) -> dict[str, Any]:
         """Store, its generation, and model: what an answer depends on besides the options."""
+        from pdllm_store import real_location
+
         engine = self._handle.engine
         return {
-            "store": os.path.realpath(self.store) if isinstance(self.store, str) else str(self.store.path),
+            "store": real_location(self.store) if isinstance(self.store, str) else str(self.store.path),
             "generation": store_generation(self.store if engine is None else engine.store),
             "model": self.model,
             "device": self.device,

@@ -6,17 +6,24 @@ from pdllm_store.errors import (
     DocumentNotFoundError,
     PdllmError,
     RecordDamagedError,
+    StoreAccessError,
     StoreClosedError,
+    StoreConflictError,
     StoreError,
     StoreFormatError,
     StoreFullError,
     StoreMismatchError,
     StoreNotFoundError,
     StoreReadOnlyError,
+    StoreUnavailableError,
 )
+from pdllm_store.garbage import Garbage
 from pdllm_store.lmdb_store import LMDBStore
 from pdllm_store.memory_store import MemoryStore
+from pdllm_store.object_store import ObjectChunkStore
+from pdllm_store.opening import is_url, open_store, real_location
 from pdllm_store.protocol import ChunkStore
+from pdllm_store.tiered_store import TieredChunkStore
 from pdllm_store.types import (
     FORMAT,
     ID_BYTES,
@@ -53,15 +60,19 @@ __all__ = [
     "DocumentInfo",
     "DocumentNotFoundError",
     "Fetched",
+    "Garbage",
     "KVDtype",
     "LMDBStore",
     "MemoryStore",
     "ModelFingerprint",
     "ModelStats",
+    "ObjectChunkStore",
     "PdllmError",
     "Recompute",
     "RecordDamagedError",
+    "StoreAccessError",
     "StoreClosedError",
+    "StoreConflictError",
     "StoreError",
     "StoreFormatError",
     "StoreFullError",
@@ -69,5 +80,10 @@ __all__ = [
     "StoreNotFoundError",
     "StoreReadOnlyError",
     "StoreStats",
+    "StoreUnavailableError",
+    "TieredChunkStore",
     "VerifyReport",
+    "is_url",
+    "open_store",
+    "real_location",
 ]

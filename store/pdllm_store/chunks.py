@@ -6,7 +6,7 @@ Every function works inside one transaction, so a chunk is either whole or absen
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ class EncodedChunk(NamedTuple):
 
     chunk_id: ChunkId
     row: ChunkRow  # with no references yet
-    records: list[bytearray]
+    records: Sequence[Buffer]
 
 
 def check_chunk(fingerprint: ModelFingerprint, meta: ChunkMeta, kv: ChunkKV) -> None:
@@ -57,6 +57,13 @@ def check_chunk(fingerprint: ModelFingerprint, meta: ChunkMeta, kv: ChunkKV) -> 
             raise ValueError(f"{name} of a chunk has shape {tuple(tensor.shape)}, expected [Y, T, G, D] = {shape}")
 
 
+def check_chunk_ids(chunk_ids: Iterable[ChunkId]) -> None:
+    """Raises ValueError if one is no chunk id."""
+    for chunk_id in chunk_ids:
+        if not isinstance(chunk_id, bytes) or len(chunk_id) != ID_BYTES:
+            raise ValueError(f"a chunk id is {chunk_id!r}, expected {ID_BYTES} bytes")
+
+
 def encode_chunk(
     fingerprint: ModelFingerprint, meta: ChunkMeta, kv: ChunkKV, *, now_ms: int, group_bytes: int = GROUP_BYTES
 ) -> EncodedChunk:
@@ -66,31 +73,18 @@ def encode_chunk(
         ValueError: its dtype cannot be stored in the fingerprint's.
     """
     token_ids = np.ascontiguousarray(meta.token_ids, dtype="<i4")
-    n_layers, n_tokens, n_kv_heads, head_dim = kv.k.shape
-    layer_bytes = 2 * block_bytes((n_tokens, n_kv_heads, head_dim), fingerprint.kv_dtype)
-    n_group_layers = min(n_layers, max(1, group_bytes // layer_bytes))
+    headers = layout(fingerprint, meta.chunk_id, token_ids.size, group_bytes=group_bytes)
     records = []
-    for start in range(0, n_layers, n_group_layers):
-        end = min(start + n_group_layers, n_layers)
-        header = record.RecordHeader(
-            chunk_id=meta.chunk_id,
-            fingerprint=fingerprint.digest,
-            layer_start=start,
-            n_layers=end - start,
-            n_layers_all=n_layers,
-            n_tokens=n_tokens,
-            n_kv_heads=n_kv_heads,
-            head_dim=head_dim,
-            kv_dtype=fingerprint.kv_dtype,
-        )
-        records.append(record.build(header, kv.k[start:end], kv.v[start:end]))
+    for header in headers:
+        layers = slice(header.layer_start, header.layer_start + header.n_layers)
+        records.append(record.build(header, kv.k[layers], kv.v[layers]))
     sketch = None if meta.sketch is None else np.ascontiguousarray(meta.sketch, dtype="<f2").tobytes()
     kv_bytes = sum(len(data) for data in records)
     row = ChunkRow(
         refcount=0,
         pins=0,
         n_groups=len(records),
-        group_layers=n_group_layers,
+        group_layers=headers[0].n_layers,
         kv_bytes=kv_bytes,
         used_ms=now_ms,
         fingerprint=fingerprint.digest,
@@ -98,6 +92,36 @@ def encode_chunk(
         sketch=sketch,
     )
     return EncodedChunk(meta.chunk_id, row, records)
+
+
+def encode_missing(
+    fingerprint: ModelFingerprint,
+    items: Iterable[tuple[ChunkMeta, ChunkKV]],
+    missing: Callable[[Sequence[ChunkId]], Sequence[ChunkId]],
+    *,
+    now_ms: int,
+) -> list[EncodedChunk]:
+    """Check all chunks, and encode each that is missing once. Raises ValueError."""
+    encoded: dict[ChunkId, EncodedChunk] = {}
+    for meta, kv in items:
+        check_chunk(fingerprint, meta, kv)
+        if meta.chunk_id not in encoded and missing([meta.chunk_id]):
+            encoded[meta.chunk_id] = encode_chunk(fingerprint, meta, kv, now_ms=now_ms)
+    return list(encoded.values())
+
+
+def layout(
+    fingerprint: ModelFingerprint, chunk_id: ChunkId, n_tokens: int, *, group_bytes: int = GROUP_BYTES
+) -> list[record.RecordHeader]:
+    """What the records of a chunk say of themselves, in order: layer groups of about `group_bytes`."""
+    n_layers, n_kv_heads, head_dim = fingerprint.n_layers, fingerprint.n_kv_heads, fingerprint.head_dim
+    layer_bytes = 2 * block_bytes((n_tokens, n_kv_heads, head_dim), fingerprint.kv_dtype)
+    n_each = min(n_layers, max(1, group_bytes // layer_bytes))
+    whole = record.RecordHeader(
+        chunk_id, fingerprint.digest, 0, n_layers, n_layers, n_tokens, n_kv_heads, head_dim, fingerprint.kv_dtype
+    )
+    starts = range(0, n_layers, n_each)
+    return [whole._replace(layer_start=start, n_layers=min(n_each, n_layers - start)) for start in starts]
 
 
 def chunk_row(tables: Tables, chunk_id: ChunkId) -> ChunkRow | None:

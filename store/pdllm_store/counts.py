@@ -52,6 +52,11 @@ def count_generation(tables: Tables) -> None:
     _write_state(tables, state._replace(generation=state.generation + 1 + secrets.randbelow(_LARGEST_STEP)))
 
 
+def set_generation(tables: Tables, generation: int) -> None:
+    """Take over the number of another copy of the same documents."""
+    _write_state(tables, state_or_new(tables)._replace(generation=generation))
+
+
 def count_evictions(tables: Tables, n_chunks: int) -> None:
     state = state_or_new(tables)
     _write_state(tables, state._replace(evictions=state.evictions + n_chunks))

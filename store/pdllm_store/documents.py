@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from pdllm_store import chunks
 from pdllm_store.counts import count_documents, count_generation
@@ -33,6 +34,14 @@ from pdllm_store.tables import Tables
 from pdllm_store.types import ID_BYTES, ChunkId, ChunkRef, Document, DocumentInfo, ModelFingerprint
 
 logger = logging.getLogger(__name__)
+
+
+class StoredDocument(NamedTuple):
+    """The sealed rows of one document."""
+
+    row: bytes
+    text: bytes
+    refs: Sequence[bytes]  # in order of their ordinals
 
 
 def check_document(document: Document) -> None:
@@ -78,38 +87,66 @@ def add(tables: Tables, fingerprint: ModelFingerprint, document: Document) -> bo
             tuple(absent),
         )
     pinned = isinstance(old, DocumentRow) and old.pinned
-    row = pack_document(key, document, pinned=pinned)
+    refs = [pack_ref(ref_key(key, ref.ordinal), ref) for ref in document.chunks]
+    row, text = pack_document(key, document, pinned=pinned), pack_text(key, document.text)
+    replace(tables, key, StoredDocument(row, text, refs))
+    register(tables, fingerprint)
+    return old is not None
+
+
+def replace(tables: Tables, key: bytes, stored: StoredDocument) -> None:
+    """Write the rows of a document whose chunks are there, in the place of those that it had.
+
+    Raises RecordDamagedError if a row fails its seal; nothing was changed.
+    """
+    old = _row_or_damaged(tables, key)
+    new_refs = referred(key, stored.refs)
+    is_pinned, was_pinned = unpack_document(key, stored.row).pinned, isinstance(old, DocumentRow) and old.pinned
     old_refs = _drop_refs(tables, key)
-    tables.put("documents", key, row)
-    tables.put("texts", key, pack_text(key, document.text))
-    for ref in document.chunks:
-        ref_row = ref_key(key, ref.ordinal)
-        tables.put("refs", ref_row, pack_ref(ref_row, ref))
+    tables.put("documents", key, stored.row)
+    tables.put("texts", key, stored.text)
+    for ordinal, ref in enumerate(stored.refs):
+        tables.put("refs", ref_key(key, ordinal), ref)
     for chunk_id in new_refs | old_refs:
         change = new_refs[chunk_id] - old_refs[chunk_id]
-        pins = int(pinned) * ((chunk_id in new_refs) - (chunk_id in old_refs))
+        pins = is_pinned * (chunk_id in new_refs) - was_pinned * (chunk_id in old_refs)
         if change or pins:
             chunks.refer(tables, chunk_id, change, pins=pins)
     if isinstance(old, RecordDamagedError):
-        logger.warning("document %r had a damaged row; if it was pinned, pin it again", document.doc_id)
+        logger.warning("document %s had a damaged row; if it was pinned, pin it again", key.hex())
         chunks.recount_references(tables, new_refs | old_refs)
-    register(tables, fingerprint)
-    count_documents(tables, fingerprint.digest, int(old is None))
+    count_documents(tables, key[:ID_BYTES], int(old is None))
     count_generation(tables)
-    return old is not None
+
+
+def referred(key: bytes, refs: Sequence[bytes]) -> Counter[ChunkId]:
+    """How often each chunk stands in a document's sealed references. Raises RecordDamagedError."""
+    return Counter(unpack_ref(ref_key(key, ordinal), ref, "").chunk_id for ordinal, ref in enumerate(refs))
+
+
+def stored(tables: Tables, key: bytes) -> StoredDocument | None:
+    """The rows of a document as they are, None if there is none. Raises RecordDamagedError if some are lost."""
+    row, text = tables.get("documents", key), tables.get("texts", key)
+    if row is None:
+        return None
+    refs = [bytes(value) for _, value in tables.scan("refs", key)]
+    if text is None or len(refs) != unpack_document(key, row).n_chunks:
+        raise damaged("document", key, "its text or some of its references are absent")
+    return StoredDocument(bytes(row), bytes(text), refs)
 
 
 def delete(tables: Tables, fingerprint: ModelFingerprint, doc_id: str) -> bool:
     """Delete a document, damaged or not, and the chunks that only it refers to; False if there is none."""
-    return _delete(tables, document_key(fingerprint.digest, doc_id))
+    return delete_key(tables, document_key(fingerprint.digest, doc_id))
 
 
 def delete_all(tables: Tables) -> int:
     """Delete every document of every model, damaged or not; returns how many."""
-    return sum(_delete(tables, key) for key in list(tables.keys("documents")))
+    return sum(delete_key(tables, key) for key in list(tables.keys("documents")))
 
 
-def _delete(tables: Tables, key: bytes) -> bool:
+def delete_key(tables: Tables, key: bytes) -> bool:
+    """As `delete`, by the key of the document's row."""
     old = _row_or_damaged(tables, key)
     if old is None:
         return False

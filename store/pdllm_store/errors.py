@@ -8,6 +8,9 @@ PdllmError
 |   |-- StoreFullError            the byte cap or the disk is reached
 |   |-- StoreClosedError          used after close()
 |   |-- StoreReadOnlyError        opened read-only
+|   |-- StoreUnavailableError     a far store did not answer, or answered that it cannot now
+|   |-- StoreAccessError          a far store refused the credentials
+|   |-- StoreConflictError        others kept publishing to a far store first
 |   |-- RecordDamagedError        a record failed its checksum or does not parse
 |   |-- ChunkNotFoundError        a chunk has no stored KV
 |   |-- DocumentNotFoundError     no such document
@@ -48,6 +51,18 @@ class StoreClosedError(StoreError):
 
 class StoreReadOnlyError(StoreError):
     """A store that was opened read-only was to be changed."""
+
+
+class StoreUnavailableError(StoreError):
+    """A far store did not answer in time or said that it cannot now, and trying again did not help."""
+
+
+class StoreAccessError(StoreError):
+    """A far store refused the credentials: there are none, they are expired, or may not do this."""
+
+
+class StoreConflictError(StoreError):
+    """A change of documents could not be published, because other writers were faster each time; it was not made."""
 
 
 class RecordDamagedError(StoreError):

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator
 
@@ -68,6 +69,12 @@ def written_bytes(sizes: Iterable[int]) -> int:
     for size in sizes:
         total += _pages(size + 16) if size > _LARGE_VALUE else 2 * (size + 64)
     return total
+
+
+def most_written(encoded: Iterable[chunks.EncodedChunk]) -> int:
+    """As `written_bytes`, of encoded chunks and their rows."""
+    sizes = [[*map(len, chunk.records), len(chunk.row.token_ids) + len(chunk.row.sketch or b"")] for chunk in encoded]
+    return written_bytes(itertools.chain.from_iterable(sizes))
 
 
 def evict(

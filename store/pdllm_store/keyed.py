@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import blake3
 
 from pdllm_store.codec import Buffer
-from pdllm_store.tables import Space, Table, Tables
+from pdllm_store.tables import OverTables, Table, Tables
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +35,11 @@ def key_id(key: bytes | None) -> str:
     return "" if key is None else blake3.blake3(key, derive_key_context=_ID_CONTEXT).hexdigest(8)
 
 
-class KeyedTables:
+class KeyedTables(OverTables):
     """`Tables` over others. A value whose MAC is wrong reads as empty, which no row and no record ever is."""
 
     def __init__(self, tables: Tables, key: bytes) -> None:
-        self._tables = tables
+        super().__init__(tables)
         self._key = key
 
     def get(self, table: Table, key: bytes) -> Buffer | None:
@@ -49,21 +49,9 @@ class KeyedTables:
     def put(self, table: Table, key: bytes, value: Buffer) -> None:
         self._tables.put(table, key, b"".join((value, self._mac(table, key, value))))
 
-    def delete(self, table: Table, key: bytes) -> bool:
-        return self._tables.delete(table, key)
-
     def scan(self, table: Table, prefix: bytes = b"", *, after: bytes = b"") -> Iterator[tuple[bytes, Buffer]]:
         for key, value in self._tables.scan(table, prefix, after=after):
             yield key, self._checked(table, key, value)
-
-    def keys(self, table: Table, prefix: bytes = b"") -> Iterator[bytes]:
-        return self._tables.keys(table, prefix)
-
-    def space(self) -> Space:
-        return self._tables.space()
-
-    def snapshot_lag(self) -> int:
-        return self._tables.snapshot_lag()
 
     def _checked(self, table: Table, key: bytes, value: Buffer) -> Buffer:
         payload = memoryview(value)[:-_MAC_BYTES]

@@ -49,11 +49,18 @@ class Plan(NamedTuple):
         """[Y, T, G, D]."""
         return (self.header.n_layers_all, *self.header.shape[1:])
 
+    def groups(self, layers: range) -> range:
+        """The groups that these layers lie in."""
+        return range(layers.start // self.group_layers, -(-layers.stop // self.group_layers))
+
     def group_header(self, group: int) -> record.RecordHeader:
         """What the record of a group must say of itself."""
         start = group * self.group_layers
         n_layers = min(self.group_layers, self.header.n_layers_all - start)
         return self.header._replace(layer_start=start, n_layers=n_layers)
+
+
+Planning = Callable[[Tables, ChunkId], Plan]  # raises ChunkNotFoundError and RecordDamagedError
 
 
 class _Task(NamedTuple):
@@ -111,12 +118,14 @@ def load(
     *,
     layers: range | None = None,
     verify: bool,
+    plan: Planning = plan,
 ) -> tuple[dict[ChunkId, ChunkKV], dict[ChunkId, Failure]]:
     """KV of distinct chunks, and why some could not be read.
 
     Args:
         out: tensors to load into; chunks that it lacks get new ones. What a failure leaves in them is undefined.
         layers: only these, consecutive ones.
+        plan: says how a chunk lies in its records.
 
     Raises:
         ValueError: a tensor of `out` has another shape than its chunk, or the layers are none of the model.
@@ -132,21 +141,21 @@ def load(
     kv: dict[ChunkId, ChunkKV] = {}
     tasks = []
     for found in plans:
-        chosen = _layers(layers, found.shape[0])
+        chosen = chosen_layers(layers, found.shape[0])
         target = out.get(found.chunk_id)
         if target is None:
             target = empty_kv(found.shape, found.header.kv_dtype, n_layers=len(chosen))
         else:
             _check_shape(target, (len(chosen), *found.shape[1:]))
         kv[found.chunk_id] = target
-        first, last = chosen.start // found.group_layers, -(-chosen.stop // found.group_layers)
+        groups = found.groups(chosen)
         raw_k, raw_v = (raw_view(tensor, found.header.kv_dtype) for tensor in target)
         raw = None if raw_k is None or raw_v is None else (raw_k, raw_v)
-        tasks += [_Task(found, group, target, raw, chosen.start) for group in range(first, last)]
+        tasks += [_Task(found, group, target, raw, chosen.start) for group in groups]
 
     def copy(part: Sequence[_Task]) -> None:
         with read() as tables:
-            parsed = [_parse_or_fail(tables, task, failures) for task in part]
+            parsed = [_parse_or_fail(tables, task, failures, plan) for task in part]
             for task, found in zip(part, parsed, strict=True):
                 if found is not None and task.plan.chunk_id not in failures:
                     try:
@@ -173,7 +182,9 @@ def touch_pages(read: Read, chunk_ids: Sequence[ChunkId], stopping: threading.Ev
                 np.frombuffer(data, np.uint8)[::_PAGE_BYTES].sum()
 
 
-def _parse_or_fail(tables: Tables, task: _Task, failures: dict[ChunkId, Failure]) -> record.Record | None:
+def _parse_or_fail(
+    tables: Tables, task: _Task, failures: dict[ChunkId, Failure], plan: Planning
+) -> record.Record | None:
     """A task's record, not checksummed; None where it, or its chunk, is damaged or gone by now."""
     chunk_id = task.plan.chunk_id
     if chunk_id in failures:
@@ -181,7 +192,7 @@ def _parse_or_fail(tables: Tables, task: _Task, failures: dict[ChunkId, Failure]
     try:
         return _parse(tables, task.plan, task.group)
     except RecordDamagedError as error:
-        failures[chunk_id] = _gone(tables, chunk_id) or error
+        failures[chunk_id] = _gone(tables, chunk_id, plan) or error
         return None
 
 
@@ -203,7 +214,7 @@ def _copy(task: _Task, parsed: record.Record) -> None:
         target[max(0, start) : end].copy_(source[keep])
 
 
-def _gone(tables: Tables, chunk_id: ChunkId) -> Failure | None:
+def _gone(tables: Tables, chunk_id: ChunkId, plan: Planning) -> Failure | None:
     """What is wrong with a chunk by now, if it was deleted or evicted since it was planned."""
     try:
         plan(tables, chunk_id)
@@ -226,7 +237,8 @@ def _record(tables: Tables, chunk_id: ChunkId, group: int, n_groups: int) -> byt
     return data
 
 
-def _layers(wanted: range | None, n_layers: int) -> range:
+def chosen_layers(wanted: range | None, n_layers: int) -> range:
+    """The layers asked for. Raises ValueError if they are none of the model."""
     if wanted is None:
         return range(n_layers)
     if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= n_layers:

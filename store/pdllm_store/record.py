@@ -72,6 +72,12 @@ class Record(NamedTuple):
         decode_into(self.v_block, self.header.kv_dtype, v)
 
 
+def size(header: RecordHeader) -> int:
+    """Bytes of the record that says this of itself."""
+    n_block = block_bytes(header.shape, header.kv_dtype)
+    return _data_start(len(_pack_header(header))) + _padded(n_block) + n_block
+
+
 def build(header: RecordHeader, k: torch.Tensor, v: torch.Tensor) -> bytearray:
     """The bytes of one record.
 

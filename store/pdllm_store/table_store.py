@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -56,7 +57,7 @@ class TableStore:
         self._workers = Workers()
         self._recomputing = Recomputing(kv_dtype)
         self._uses_are_queued = False
-        self._capped = CappedWrites(transactions, path=path)
+        self._capped = self._local = CappedWrites(transactions, path=path)
         _handles.add(self)  # last: a fork renews the locks of all that are in it
 
     def __enter__(self: S) -> S:
@@ -105,7 +106,7 @@ class TableStore:
             ValueError: the cap is below 1 MiB.
         """
         eviction.check_max_bytes(max_bytes)
-        self._writes.write(lambda tables: eviction.write_max_bytes(tables, max_bytes))
+        self._local_writes.write(lambda tables: eviction.write_max_bytes(tables, max_bytes))
 
     def register(self, fingerprint: ModelFingerprint) -> None:
         check_dtype(fingerprint, self._kv_dtype)
@@ -124,20 +125,15 @@ class TableStore:
 
     def put(self, fingerprint: ModelFingerprint, items: Iterable[tuple[ChunkMeta, ChunkKV]]) -> int:
         check_dtype(fingerprint, self._kv_dtype)
-        now_ms = eviction.now_ms()
-        encoded: dict[ChunkId, chunks.EncodedChunk] = {}
-        for meta, kv in items:
-            chunks.check_chunk(fingerprint, meta, kv)
-            if meta.chunk_id not in encoded and self.missing([meta.chunk_id]):
-                encoded[meta.chunk_id] = chunks.encode_chunk(fingerprint, meta, kv, now_ms=now_ms)
+        encoded = chunks.encode_missing(fingerprint, items, self.missing, now_ms=eviction.now_ms())
+        return self._keep(fingerprint, encoded)
 
+    def _keep(self, fingerprint: ModelFingerprint, encoded: Sequence[chunks.EncodedChunk]) -> int:
         def body(tables: Tables) -> int:
             register(tables, fingerprint)
-            return chunks.put_chunks(tables, list(encoded.values()))
+            return chunks.put_chunks(tables, encoded)
 
-        sizes = [len(data) for chunk in encoded.values() for data in chunk.records]
-        sizes += [len(chunk.row.token_ids) + len(chunk.row.sketch or b"") for chunk in encoded.values()]
-        return self._writes.write(body, needed=eviction.written_bytes(sizes))
+        return self._writes.write(body, needed=eviction.most_written(encoded))
 
     def missing(self, chunk_ids: Sequence[ChunkId]) -> list[ChunkId]:
         with self._transactions.read() as tables:
@@ -178,12 +174,12 @@ class TableStore:
 
     def touch(self, chunk_ids: Iterable[ChunkId]) -> None:
         chunk_ids = list(chunk_ids)
-        check_chunk_ids(chunk_ids)
+        chunks.check_chunk_ids(chunk_ids)
         self._note_use(chunk_ids)
 
     def discard(self, chunk_ids: Iterable[ChunkId]) -> None:
         chunk_ids = list(chunk_ids)
-        check_chunk_ids(chunk_ids)
+        chunks.check_chunk_ids(chunk_ids)
         self._writes.write(lambda tables: chunks.discard(tables, chunk_ids))
 
     def drop_orphans(self, chunk_ids: Iterable[ChunkId]) -> None:
@@ -202,11 +198,8 @@ class TableStore:
         if not 0 <= unused_for_s < 1e10:
             raise ValueError(f"unused_for_s is {unused_for_s}, expected seconds, 0 or more")
         before_ms = eviction.now_ms() - int(unused_for_s * 1000) if unused_for_s else None
-
-        def body(tables: Tables) -> int:
-            return eviction.evict(tables, n_bytes, used_before_ms=before_ms, partly=True) or 0
-
-        return self._writes.write(body)
+        evict = functools.partial(eviction.evict, n_bytes=n_bytes, used_before_ms=before_ms, partly=True)
+        return self._local_writes.write(evict) or 0
 
     def meta(self, chunk_id: ChunkId) -> ChunkMeta:
         with self._transactions.read() as tables:
@@ -276,7 +269,7 @@ class TableStore:
             read = read_stats(tables, self._on_damage)
             max_bytes = self._capped.cap(tables)
         with self._counters_lock:
-            names = ("hits", "misses", "damaged", "recomputed")
+            names = ("hits", "misses", "damaged", "recomputed", "fetched")
             counters: dict[str, Any] = {name: self._counters[name] for name in names}
         file_bytes = transactions.file_bytes()
         return StoreStats(
@@ -312,6 +305,7 @@ class TableStore:
         """In a forked child: a lock that a thread of the parent held would never be released."""
         self._counters_lock = threading.Lock()
         self._capped.renew_lock()
+        self._local.renew_lock()
         self._recomputing.lock = threading.RLock()
         self._workers.renew()
         self._uses_are_queued = False
@@ -326,14 +320,14 @@ class TableStore:
             transactions.close()
 
     def _note_use(self, chunk_ids: Iterable[ChunkId]) -> None:
-        if self._writes.note_use(chunk_ids) and not self._uses_are_queued:
+        if self._local_writes.note_use(chunk_ids) and not self._uses_are_queued:
             self._uses_are_queued = True
             self._workers.later(self._write_uses)  # a reader never waits for a writer, nor fails with it
 
     def _write_uses(self) -> None:
         self._uses_are_queued = False
         try:
-            self._writes.write_uses()
+            self._local_writes.write_uses()
         except StoreError as error:
             logger.warning("%s: the order of use was not written: %s", self._path, error)
 
@@ -341,6 +335,12 @@ class TableStore:
     def _writes(self) -> CappedWrites:
         self._check_open()
         return self._capped
+
+    @property
+    def _local_writes(self) -> CappedWrites:
+        """For what is this place's own: the order of use, the cap."""
+        self._check_open()
+        return self._local
 
     @property
     def _transactions(self) -> Transactions:
@@ -359,9 +359,8 @@ class TableStore:
         layers: range | None = None,
         counted: bool = True,
     ) -> tuple[dict[ChunkId, ChunkKV], dict[ChunkId, loading.Failure]]:
-        check_chunk_ids(chunk_ids)
-        read = self._transactions.read
-        kv, failures = loading.load(read, self._workers, chunk_ids, out, layers=layers, verify=self._verify_reads)
+        chunks.check_chunk_ids(chunk_ids)
+        kv, failures = self._read_kv(chunk_ids, out, layers)
         if counted:
             damaged = [error for error in failures.values() if isinstance(error, RecordDamagedError)]
             for error in damaged:
@@ -371,6 +370,12 @@ class TableStore:
         self._note_use(kv)
         return kv, failures
 
+    def _read_kv(
+        self, chunk_ids: Sequence[ChunkId], out: Mapping[ChunkId, ChunkKV], layers: range | None
+    ) -> tuple[dict[ChunkId, ChunkKV], dict[ChunkId, loading.Failure]]:
+        read = self._transactions.read
+        return loading.load(read, self._workers, chunk_ids, out, layers=layers, verify=self._verify_reads)
+
     def _count(self, **changes: int) -> None:
         with self._counters_lock:
             self._counters.update(changes)
@@ -378,13 +383,6 @@ class TableStore:
     def _on_damage(self, error: RecordDamagedError) -> None:
         self._count(damaged=1)
         logger.warning("%s: %s", self._path, error)
-
-
-def check_chunk_ids(chunk_ids: Iterable[ChunkId]) -> None:
-    """Raises ValueError if one is no chunk id."""
-    for chunk_id in chunk_ids:
-        if not isinstance(chunk_id, bytes) or len(chunk_id) != ID_BYTES:
-            raise ValueError(f"a chunk id is {chunk_id!r}, expected {ID_BYTES} bytes")
 
 
 def _raise_first(failures: Mapping[ChunkId, loading.Failure]) -> None:

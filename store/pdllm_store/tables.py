@@ -45,3 +45,31 @@ class Tables(Protocol):
     def snapshot_lag(self) -> int:
         """How many transactions behind the latest the oldest snapshot is that somebody reads now."""
         ...
+
+
+class OverTables:
+    """`Tables` that hand everything on to others; a subclass does otherwise where it has to."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+
+    def get(self, table: Table, key: bytes) -> Buffer | None:
+        return self._tables.get(table, key)
+
+    def put(self, table: Table, key: bytes, value: Buffer) -> None:
+        self._tables.put(table, key, value)
+
+    def delete(self, table: Table, key: bytes) -> bool:
+        return self._tables.delete(table, key)
+
+    def scan(self, table: Table, prefix: bytes = b"", *, after: bytes = b"") -> Iterator[tuple[bytes, Buffer]]:
+        return self._tables.scan(table, prefix, after=after)
+
+    def keys(self, table: Table, prefix: bytes = b"") -> Iterator[bytes]:
+        return self._tables.keys(table, prefix)
+
+    def space(self) -> Space:
+        return self._tables.space()
+
+    def snapshot_lag(self) -> int:
+        return self._tables.snapshot_lag()

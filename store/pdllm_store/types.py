@@ -177,4 +177,5 @@ class StoreStats(NamedTuple):
     misses: int  # of this handle: chunks asked for without KV
     damaged: int  # of this handle: records and rows that failed their check
     recomputed: int  # of this handle: chunks computed again
+    fetched: int  # of this handle: chunks read from a far store
     fingerprints: Mapping[str, ModelStats]  # by hex digest

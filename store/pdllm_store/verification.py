@@ -191,7 +191,7 @@ def _check_lookups(tables: Tables, problems: list[str]) -> None:
         for key in tables.keys(table):
             if tables.get(table, key) is None:
                 problems.append(f"table {table} lists {key.hex()} and does not find it; restore a copy")
-    known = {b"manifest", b"state", b"limits"}
+    known = {b"manifest", b"state", b"limits", b"followed"}
     problems += [f"the manifest holds an unknown row {key!r}" for key in tables.keys("manifest") if key not in known]
 
 
