@@ -101,6 +101,7 @@ class Proxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
             log_message: ClassVar[Any] = lambda *_: None
 
             def handle_one(self) -> None:

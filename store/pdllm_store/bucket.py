@@ -103,7 +103,7 @@ class Bucket:
         """Write an object unless there is one of that name already; False if there is."""
         for left in reversed(range(_WRITES)):
             try:
-                with self._told(f"write {name}"):
+                with self._told(f"write {name}", absent_is_told=True):
                     self._api.put(self._store, name, data, mode="create")
                 return True
             except self._api.exceptions.AlreadyExistsError:
@@ -115,7 +115,7 @@ class Bucket:
 
     def replace(self, name: str, data: Buffer) -> None:
         """Write an object, whatever was there."""
-        with self._told(f"write {name}"):
+        with self._told(f"write {name}", absent_is_told=True):
             self._api.put(self._store, name, data, use_multipart=False)
 
     def head(self, name: str) -> Entry | None:
@@ -125,7 +125,7 @@ class Bucket:
 
     def entries(self, prefix: str) -> Iterator[Entry]:
         """Every object whose name begins with that folder's."""
-        with self._told(f"list {prefix}"):
+        with self._told(f"list {prefix}", absent_is_told=True):
             for page in self._api.list(self._store, prefix=prefix):
                 yield from map(_entry, page)
 
@@ -168,12 +168,16 @@ class Bucket:
                 return Versioned(data, _version(self._api.put(self._store, name, data, use_multipart=False)))
 
     @contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
+    def _told(self, doing: str, *, absent_is_told: bool = False) -> Iterator[None]:
         """Errors as ours; those that callers tell apart pass as they are."""
         self._check_process()
         failed = self._api.exceptions
         try:
             yield
+        except FileNotFoundError:
+            if not absent_is_told:
+                raise
+            raise StoreNotFoundError(f"{self.url} could not {doing}: its bucket is not there; make it first") from None
         except NotImplementedError:
             raise StoreError(f"{self.url} cannot {doing}: it has no conditional writes, which a store needs") from None
         except failed.BaseError as error:  # `from None`: a service repeats tokens in its answers
