@@ -323,11 +323,11 @@ class Prefiller:
             report.tokens += sum(len(meta.token_ids) for meta, _ in batch)
             self._notify(on_progress, report, name)
         computed = set(wanted)
-        for entry in pending.values():
+        for entry, result in zip(pending.values(), self._added(list(pending.values())), strict=True):
             report.chunks_reused += len(set(entry.chunks) - computed)
             computed -= set(entry.chunks)
             try:
-                self._publish(entry)
+                self._make_sure(entry, result)
             except (StoreError, ValueError) as error:
                 if isinstance(error, StoreError) and not _is_about_one_document(error):
                     raise
@@ -337,17 +337,28 @@ class Prefiller:
                 report.added += not entry.replaces
             self._notify(on_progress, report, entry.document.doc_id)
 
-    def _publish(self, entry: _Pending) -> None:
-        """Make a document visible; chunks that another process deleted meanwhile are computed again."""
+    def _added(self, entries: Sequence[_Pending]) -> list[bool | StoreError | ValueError]:
+        """Make documents visible, together if they fit together; what came of each."""
+        if not entries:
+            return []  # a store that may only be read is left alone
+        try:
+            return self._store.add_documents(self._fingerprint, [entry.document for entry in entries])
+        except StoreFullError:
+            if len(entries) < 2:
+                raise
+            return [self._added([entry])[0] for entry in entries]
+
+    def _make_sure(self, entry: _Pending, result: bool | StoreError | ValueError) -> None:
+        """Raise what kept a document out, but compute chunks again that another process deleted meanwhile."""
         for _ in range(MAX_ATTEMPTS):
-            try:
-                self._store.add_document(self._fingerprint, entry.document)
-                return
-            except ChunkNotFoundError as error:
-                lost = error.chunk_ids or tuple(self._store.missing(list(entry.chunks)))
-                for batch in self._encoder.batches([entry.chunks[chunk_id] for chunk_id in lost]):
-                    self._store.put(self._fingerprint, batch)
-        self._store.add_document(self._fingerprint, entry.document)
+            if not isinstance(result, ChunkNotFoundError):
+                break
+            lost = result.chunk_ids or tuple(self._store.missing(list(entry.chunks)))
+            for batch in self._encoder.batches([entry.chunks[chunk_id] for chunk_id in lost]):
+                self._store.put(self._fingerprint, batch)
+            (result,) = self._added([entry])
+        if isinstance(result, Exception):
+            raise result
 
     def _notify(self, on_progress: Callable[[Progress], None] | None, report: PrefillReport, doc_id: str) -> None:
         if on_progress is not None:

@@ -72,6 +72,17 @@ def test_a_lost_chunk_is_counted_in_the_answer(tiny_model: LoadedModel, tmp_path
         assert (answer.text, answer.stats.nfe, answer.citations) == expected[0]
 
 
+def test_a_prefill_publishes_its_documents_together(
+    tiny_model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RagEngine.open((tmp_path / "far").as_uri(), tiny_model, chunk_len=64) as engine:
+        assert isinstance(engine.store, ObjectChunkStore)
+        swap, placed = engine.store._bucket.swap, []
+        monkeypatch.setattr(engine.store._bucket, "swap", lambda *given: placed.append(1) or swap(*given))
+        assert engine.prefill(DOCUMENTS).added == len(DOCUMENTS)
+        assert len(placed) == 1
+
+
 def test_machines_that_prefill_parts_at_the_same_time_make_one_store(tiny_model: LoadedModel, s3: Moto) -> None:
     url, failures = s3.new_url(), []
 

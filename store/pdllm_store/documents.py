@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pdllm_store import chunks
@@ -14,6 +14,7 @@ from pdllm_store.errors import (
     DocumentConflictError,
     DocumentNotFoundError,
     RecordDamagedError,
+    StoreError,
 )
 from pdllm_store.fingerprints import register
 from pdllm_store.rows import (
@@ -92,6 +93,29 @@ def add(tables: Tables, fingerprint: ModelFingerprint, document: Document) -> bo
     replace(tables, key, StoredDocument(row, text, refs))
     register(tables, fingerprint)
     return old is not None
+
+
+def add_all(
+    tables: Tables, fingerprint: ModelFingerprint, documents: Iterable[Document]
+) -> list[bool | StoreError | ValueError]:
+    """As `add` for each document, once it is checked; what is wrong with one keeps no other out."""
+    results: list[bool | StoreError | ValueError] = []
+    for document in documents:
+        try:
+            check_document(document)
+            results.append(add(tables, fingerprint, document))
+        except (ChunkNotFoundError, DocumentConflictError, ValueError) as error:
+            results.append(error)
+    return results
+
+
+def sizes(document: Document) -> list[int]:
+    """The most bytes of the values that `add` writes."""
+    try:
+        row = len(pack_document(bytes(2 * ID_BYTES), document, pinned=False))
+    except ValueError:
+        return []  # `add` refuses it
+    return [4 * len(document.text), 4096 + row, *[64] * len(document.chunks)]
 
 
 def replace(tables: Tables, key: bytes, stored: StoredDocument) -> None:

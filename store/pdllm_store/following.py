@@ -45,9 +45,9 @@ from pdllm_store.types import ID_BYTES, ChunkId
 
 T = TypeVar("T")
 _KEY = b"followed"
-_MAX_RACES = 30
 _MAX_FOLLOWED = 5  # manifests that were replaced, and their segments collected, while they were read
-_PAUSE_S = 0.05  # about as long as publishing takes
+_PAUSE_S, _MAX_PAUSE_S = 0.05, 5.0  # the first is about as long as publishing takes
+_RACE_S = 120.0  # for so long, a change that another writer was faster than is tried again
 
 
 class Followed(NamedTuple):
@@ -132,20 +132,21 @@ class FollowingTransactions:
     def close(self) -> None:
         self._close()
 
-    def refresh(self, *, max_age_s: float = 0.0) -> None:
-        """Follow what is published now, unless that was done less than so many seconds ago.
+    def refresh(self, *, max_age_s: float = 0.0) -> bool:
+        """Follow what is published now, unless that was done less than so many seconds ago; whether it is new here.
 
         Raises:
             StoreNotFoundError: the store is gone.
             StoreError, RecordDamagedError: it cannot be read.
         """
         if not self._lock.acquire(blocking=not max_age_s):
-            return  # another thread is at it, or publishes
+            return False  # another thread is at it, or publishes
         try:
-            now = time.monotonic()
+            now, before = time.monotonic(), self._head
             if now - self._refreshed_at >= max_age_s:
                 self._head = self._latest()
                 self._refreshed_at = now
+            return self._head is not before
         finally:
             self._lock.release()
 
@@ -153,17 +154,21 @@ class FollowingTransactions:
         if self._read_only:
             url = self._bucket.url
             raise StoreReadOnlyError(f"{url} was opened read-only; open it without read_only to change it")
-        for _ in range(_MAX_RACES):
+        deadline = time.monotonic() + _RACE_S
+        pause_s = _PAUSE_S
+        while True:
             try:
                 with self._lock:
                     return self._write(body, needed)
             except _LostRaceError:
-                time.sleep(random.uniform(0, _PAUSE_S))
-                self.refresh()
-        raise StoreConflictError(
-            f"{self._bucket.url}: {_MAX_RACES} times another writer published first, and nothing was changed; try "
-            "again, or let fewer writers publish at once"
-        )
+                if time.monotonic() > deadline:
+                    raise StoreConflictError(
+                        f"{self._bucket.url}: for {_RACE_S:.0f} s other writers published first each time, and nothing "
+                        "was changed; try again, or let fewer writers publish at once"
+                    ) from None
+            time.sleep(random.uniform(0, pause_s))  # the more writers there are, the longer each of them waits
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            self.refresh()
 
     def _latest(self) -> Head:
         """The manifest in force, once the view shows it or a later one."""

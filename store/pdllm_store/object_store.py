@@ -137,17 +137,24 @@ class ObjectChunkStore(TableStore):
         self._refresh(FRESH_S)
         return super().documents(fingerprint)
 
-    def add_document(self, fingerprint: ModelFingerprint, document: Document) -> bool:
-        """As the protocol says; the document is visible on every machine when this returns.
+    def add_documents(
+        self, fingerprint: ModelFingerprint, added: Sequence[Document]
+    ) -> list[bool | StoreError | ValueError]:
+        """As the protocol says; all of them become visible at once, and on every machine, before this returns.
 
         Raises:
             StoreConflictError: other writers published first each time.
         """
-        self._refresh(0.0)
-        replaced = super().add_document(fingerprint, document)
-        for ref in document.chunks:
-            self._uploaded.pop(ref.chunk_id, None)
-        return replaced
+        results = super().add_documents(fingerprint, added)
+        failed = [index for index, result in enumerate(results) if isinstance(result, Exception)]
+        if failed and self._following.refresh():  # it may be about what is not so any more
+            for index, result in zip(
+                failed, super().add_documents(fingerprint, [added[index] for index in failed]), strict=True
+            ):
+                results[index] = result
+        for chunk_id in {ref.chunk_id for document in added for ref in document.chunks}:
+            self._uploaded.pop(chunk_id, None)
+        return results
 
     def delete_document(self, fingerprint: ModelFingerprint, doc_id: str) -> bool:
         self._refresh(0.0)

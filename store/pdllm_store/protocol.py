@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
+from pdllm_store.errors import StoreError
 from pdllm_store.types import (
     ChunkId,
     ChunkKV,
@@ -161,6 +162,15 @@ class ChunkStore(Protocol):
             ChunkNotFoundError: a chunk of it is missing and not evicted (the ids are in `.chunk_ids`); nothing was
                 changed.
             DocumentConflictError: the id is held by a document of another source; nothing was changed.
+        """
+        ...
+
+    def add_documents(
+        self, fingerprint: ModelFingerprint, added: Sequence[Document]
+    ) -> list[bool | StoreError | ValueError]:
+        """As `add_document` for each, all in one transaction; what it would return or raise for each of them.
+
+        Raises what is wrong with the store rather than with one document; then none was added.
         """
         ...
 

@@ -17,11 +17,9 @@ from pdllm_store.capped import CappedWrites, Transactions
 from pdllm_store.errors import RecordDamagedError, StoreClosedError, StoreError
 from pdllm_store.fingerprints import check_dtype, fingerprints, register
 from pdllm_store.recomputing import Comparison, Recomputing
-from pdllm_store.rows import pack_document
 from pdllm_store.statistics import read_state_or_new, read_stats
 from pdllm_store.tables import Tables
 from pdllm_store.types import (
-    ID_BYTES,
     ChunkId,
     ChunkKV,
     ChunkMeta,
@@ -125,8 +123,8 @@ class TableStore:
 
     def put(self, fingerprint: ModelFingerprint, items: Iterable[tuple[ChunkMeta, ChunkKV]]) -> int:
         check_dtype(fingerprint, self._kv_dtype)
-        encoded = chunks.encode_missing(fingerprint, items, self.missing, now_ms=eviction.now_ms())
-        return self._keep(fingerprint, encoded)
+        now_ms = eviction.now_ms()
+        return self._keep(fingerprint, chunks.encode_missing(fingerprint, items, self.missing, now_ms=now_ms))
 
     def _keep(self, fingerprint: ModelFingerprint, encoded: Sequence[chunks.EncodedChunk]) -> int:
         def body(tables: Tables) -> int:
@@ -183,8 +181,7 @@ class TableStore:
         self._writes.write(lambda tables: chunks.discard(tables, chunk_ids))
 
     def drop_orphans(self, chunk_ids: Iterable[ChunkId]) -> None:
-        chunk_ids = list(chunk_ids)
-        self._writes.write(lambda tables: chunks.drop_orphans(tables, chunk_ids))
+        self._writes.write(functools.partial(chunks.drop_orphans, chunk_ids=list(chunk_ids)))
 
     def evict(self, *, n_bytes: int | None = None, unused_for_s: float = 0.0) -> int:
         """Drop the KV of chunks that were not used for the longest time, but for pinned documents.
@@ -224,12 +221,17 @@ class TableStore:
                     yield row.meta(chunk_id)
 
     def add_document(self, fingerprint: ModelFingerprint, document: Document) -> bool:
+        (result,) = self.add_documents(fingerprint, [document])
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def add_documents(
+        self, fingerprint: ModelFingerprint, added: Sequence[Document]
+    ) -> list[bool | StoreError | ValueError]:
         check_dtype(fingerprint, self._kv_dtype)
-        documents.check_document(document)
-        row = pack_document(bytes(2 * ID_BYTES), document, pinned=False)
-        sizes = [4 * len(document.text), 4096 + len(row), *[64] * len(document.chunks)]
-        needed = eviction.written_bytes(sizes)
-        return self._writes.write(lambda tables: documents.add(tables, fingerprint, document), needed=needed)
+        needed = eviction.written_bytes(size for document in added for size in documents.sizes(document))
+        return self._writes.write(lambda tables: documents.add_all(tables, fingerprint, added), needed=needed)
 
     def delete_document(self, fingerprint: ModelFingerprint, doc_id: str) -> bool:
         return self._writes.write(lambda tables: documents.delete(tables, fingerprint, doc_id))

@@ -1,7 +1,7 @@
 """A far store with a local one in front: what was read or written here is read from the local disk from then on.
 
 Writing goes through: a chunk is an object before `put` returns, and a document is visible everywhere before
-`add_document` returns. So nothing is lost with this machine, and the local folder may be deleted at any time.
+`add_documents` returns. So nothing is lost with this machine, and the local folder may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -107,9 +107,11 @@ class TieredChunkStore(ObjectChunkStore):
         self._check_open()
         return []
 
-    def add_document(self, fingerprint: ModelFingerprint, document: Document) -> bool:
-        self._renew({ref.chunk_id for ref in document.chunks})
-        return super().add_document(fingerprint, document)
+    def add_documents(
+        self, fingerprint: ModelFingerprint, added: Sequence[Document]
+    ) -> list[bool | StoreError | ValueError]:
+        self._renew({ref.chunk_id for document in added for ref in document.chunks})
+        return super().add_documents(fingerprint, added)
 
     def prefetch(self, chunk_ids: Sequence[ChunkId]) -> None:
         """Begin to bring the KV of chunks into the cache and into memory, and return at once."""

@@ -69,6 +69,31 @@ class DocumentConformance:
             store.document(fingerprint, "d")
         assert store.stats() == before
 
+    def test_documents_are_added_together_and_one_that_is_wrong_keeps_no_other_out(
+        self, store: ChunkStore, fingerprint: ModelFingerprint
+    ) -> None:
+        items = [random_chunk(fingerprint, seed=seed) for seed in range(3)]
+        store.put(fingerprint, items[:2])
+        metas = [meta for meta, _ in items]
+        add_chunks(store, fingerprint, "held", [9])
+        results = store.add_documents(
+            fingerprint,
+            [
+                make_document("a", metas[:1]),
+                make_document("lacks a chunk", metas[2:]),
+                make_document("held", [], source="/elsewhere"),
+                make_document("no JSON", [], metadata={"when": object()}),
+                make_document("", []),
+                make_document("held", metas[:2]),
+                make_document("b", metas[:2]),
+            ],
+        )
+        kinds = [result if isinstance(result, bool) else type(result) for result in results]
+        assert kinds == [False, ChunkNotFoundError, DocumentConflictError, ValueError, ValueError, True, False]
+        assert [info.doc_id for info in store.documents(fingerprint)] == ["a", "b", "held"]
+        assert (store.stats().chunks, store.stats().orphans) == (2, 0)
+        assert store.add_documents(fingerprint, []) == []
+
     @pytest.mark.parametrize(
         ("metadata", "named"),
         [
