@@ -80,7 +80,8 @@ class Bucket:
         with self._told(f"read {name}"):
             try:
                 found = self._api.get(self._store, name, options=options)
-                return Versioned(bytes(found.bytes()), _version(found.meta))
+                version = _version(found.meta)  # before the bytes: older releases forget it with them
+                return Versioned(bytes(found.bytes()), version)
             except FileNotFoundError:
                 return None
             except self._api.exceptions.NotModifiedError:

@@ -155,7 +155,7 @@ class FollowingTransactions:
             url = self._bucket.url
             raise StoreReadOnlyError(f"{url} was opened read-only; open it without read_only to change it")
         deadline = time.monotonic() + _RACE_S
-        pause_s = _PAUSE_S
+        pause_s = 0.0  # at first the view may only have been behind
         while True:
             try:
                 with self._lock:
@@ -167,7 +167,7 @@ class FollowingTransactions:
                         "was changed; try again, or let fewer writers publish at once"
                     ) from None
             time.sleep(random.uniform(0, pause_s))  # the more writers there are, the longer each of them waits
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            pause_s = min(2 * pause_s or _PAUSE_S, _MAX_PAUSE_S)
             self.refresh()
 
     def _latest(self) -> Head:
