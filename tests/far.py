@@ -7,7 +7,7 @@ import logging
 import threading
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -89,13 +89,15 @@ class Proxy:
 
     Attributes:
         faults: what happens to the next requests that match: (method, part of the path, how often, fault).
+        without: headers that are not handed on.
         requests: by method; n_bytes: of the bodies that GETs of chunks were answered with.
     """
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, *, without: Sequence[str] = ()) -> None:
         self.faults: list[tuple[str, str, int, Fault]] = []
         self.requests: Counter[str] = Counter()
         self.n_bytes = 0
+        self.without = without
         self.lock = threading.Lock()
         proxy = self
 
@@ -138,7 +140,8 @@ class Proxy:
 
         def ask() -> Answer:
             connection = http.client.HTTPConnection("127.0.0.1", target)
-            connection.request(method, path, body, dict(request.headers))
+            kept = {name: value for name, value in request.headers.items() if name.lower() not in self.without}
+            connection.request(method, path, body, kept)
             found = connection.getresponse()
             headers = [(k, v) for k, v in found.getheaders() if k.lower() not in ("connection", "transfer-encoding")]
             answer = Answer(found.status, headers, found.read())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -140,6 +141,19 @@ class Bucket:
                     with suppress(FileNotFoundError):
                         self._api.delete(self._store, name)
 
+    def check_conditions(self) -> None:
+        """Raises StoreError unless conditional writes keep their promise: some services take and ignore conditions."""
+        name = f"probe-{secrets.token_hex(8)}"
+        self.create(name, b"1")
+        first = self.get_versioned(name)
+        second = first and self.swap(name, b"2", first)
+        if second is None or self.create(name, b"3") or self.swap(name, b"3", first):
+            raise StoreError(
+                f"{self.url} writes whether its conditions hold or not, so writers would overwrite each other; use a "
+                "service that honours If-Match and If-None-Match"
+            )
+        self.delete([name])
+
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """What a function of this bucket gives for each item, several requests at a time."""
         self._check_process()
@@ -221,6 +235,7 @@ def open_bucket(url: str, *, create: bool, retry_s: float) -> Bucket:
         raise StoreError("stores by URL need obstore; install it with pip install 'pdllm-rag[scale]'") from error
     if parts.scheme == "memory":
         return Bucket(MemoryStore(), url)
+    url = url.rstrip("/")
     if parts.scheme == "file":
         folder = unquote(parts.path)
         if parts.netloc:

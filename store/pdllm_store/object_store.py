@@ -310,6 +310,7 @@ def _open_head(bucket: Bucket, kv_dtype: KVDtype | None, *, create: bool) -> Hea
         raise ValueError(f"kv_dtype is {kv_dtype!r}, expected one of {KV_DTYPES}")
     head = read_head(bucket)
     if head is None and create:
+        bucket.check_conditions()
         manifest = Manifest(kv_dtype or "bfloat16", secrets.token_hex(8), 0, ())
         head = publish_manifest(bucket, None, manifest, {}) or read_head(bucket)  # somebody else was faster
     if head is None:

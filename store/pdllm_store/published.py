@@ -209,14 +209,19 @@ def _read_pointer(bucket: Bucket, data: bytes) -> str:
             f"{bucket.url} is a store of format {fields.get('format')!r}, this version reads format {OBJECT_FORMAT}; "
             "open it with the version that wrote it, or prefill its documents into a new store"
         )
-    return str(fields["manifest"])
+    return str(fields.get("manifest"))
 
 
 def _parse_manifest(bucket: Bucket, data: Buffer) -> Manifest:
     fields: dict[str, Any] = unpack_map("manifest", _MANIFEST_KEY, data)
-    if fields.pop("format") != OBJECT_FORMAT or fields["kv_dtype"] not in KV_DTYPES:
-        raise StoreFormatError(f"{bucket.url} has a manifest of another format; open it with the version that wrote it")
-    return Manifest(**{**fields, "segments": tuple(SegmentRef(*ref) for ref in fields["segments"])})
+    try:
+        if fields.pop("format") != OBJECT_FORMAT or fields["kv_dtype"] not in KV_DTYPES:
+            raise ValueError("another format")
+        return Manifest(**{**fields, "segments": tuple(SegmentRef(*ref) for ref in fields["segments"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise StoreFormatError(
+            f"{bucket.url} has a manifest that this version cannot read ({error}); open it with the one that wrote it"
+        ) from error
 
 
 def digest(data: Buffer) -> str:

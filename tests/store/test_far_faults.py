@@ -20,6 +20,7 @@ from pdllm_store import (
     RecordDamagedError,
     StoreAccessError,
     StoreError,
+    StoreNotFoundError,
     StoreUnavailableError,
     TieredChunkStore,
     open_store,
@@ -265,6 +266,17 @@ def test_a_lost_answer_of_publishing_is_no_conflict(open_far: Open, proxy: Proxy
     fresh = open_far()
     assert [info.doc_id for info in fresh.documents(FINGERPRINT)] == ["d", "e"]
     assert fresh.generation == store.generation
+
+
+def test_a_service_that_ignores_conditions_is_refused(s3: Moto, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy = Proxy(s3.port, without=("if-match", "if-none-match"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    with pytest.raises(StoreError, match="overwrite each other"):
+        ObjectChunkStore.open(url := s3.new_url())
+    proxy.close()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3.port}")
+    with pytest.raises(StoreNotFoundError):  # nothing was made there
+        ObjectChunkStore.open(url, create=False)
 
 
 def test_the_cache_alone_answers_what_it_holds(proxy: Proxy, s3: Moto, tmp_path: Path) -> None:

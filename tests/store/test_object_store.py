@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 from far import Moto, Proxy
@@ -433,6 +434,23 @@ def test_damaged_objects_of_the_protocol_are_never_believed(url: str, kind: str,
         )
     with pytest.raises(RecordDamagedError, match=rf"{kind}|segments of manifest"):
         ObjectChunkStore.open(url)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"nonsense", msgpack.packb([1, {}, [[b"k", [1, 2]]]]), msgpack.packb({"a": 1})]
+)
+def test_an_object_of_another_form_is_damaged_even_under_its_right_name(url: str, content: bytes) -> None:
+    with ObjectChunkStore.open(url) as store:
+        bucket, head = store._bucket, store._following._head
+        manifest = head.manifest._replace(generation=5, segments=(published.SegmentRef(published.digest(content), 9),))
+        assert published.publish_manifest(bucket, head, manifest, {published.digest(content): content}) is not None
+        with pytest.raises(RecordDamagedError, match="is no segment"):
+            store.refresh()
+        odd = published.pack_map(b"manifest", {"format": 1, "kv_dtype": "bfloat16"})
+        bucket.create(f"manifests/{published.digest(odd)}", odd)
+        bucket.replace("store", published.pack_map(b"store", {"format": 1, "manifest": published.digest(odd)}))
+        with pytest.raises(StoreFormatError, match="cannot read"):
+            store.refresh()
 
 
 # -- reading -------------------------------------------------------------------------------------------------
