@@ -180,8 +180,8 @@ class FollowingTransactions:
             if self._follow(head):
                 return head
         raise RecordDamagedError(
-            f"{self._bucket.url}: segments of manifest {head and head.name} are gone; restore earlier versions of "
-            "them, or prefill into a new store"
+            f"{self._bucket.url}: manifest {head and head.name} cannot be followed: its segments are gone, or it was "
+            "set back to an earlier state than the cache shows; restore them, or delete the cache's folder"
         )
 
     def _write(self, body: Callable[[Tables], T], needed: int) -> T:
@@ -201,8 +201,6 @@ class FollowingTransactions:
 
     def _publish(self, tables: Tables, keys: Iterable[bytes]) -> Head:
         """Publish what a transaction has made of documents. Raises _LostRaceError."""
-        if _followed(self._head) != read_followed(tables):
-            raise _LostRaceError
         head = publish(self._bucket, self._head, _segment(tables, keys), generation=read_state(tables).generation)
         if head is None:
             raise _LostRaceError
@@ -210,11 +208,11 @@ class FollowingTransactions:
         return head
 
     def _follow(self, head: Head) -> bool:
-        """Bring the view to a manifest, or leave it at a later one; False if that has to be tried again."""
+        """Bring the view to a manifest; False if it could not be, or another process has brought it to a later one."""
         with self._view.read() as tables:
             before = read_followed(tables)
         if before.generation >= head.manifest.generation:
-            return True
+            return before.generation == head.manifest.generation
         refs = head.manifest.segments
         n_known = 0
         while n_known < min(len(before.segments), len(refs)) and before.segments[n_known] == refs[n_known].name:

@@ -284,6 +284,36 @@ def test_who_publishes_second_builds_on_the_first(
     assert store.stats().chunks == 3
 
 
+def test_what_was_true_is_looked_up_again_before_a_document_is_refused(
+    store: ObjectChunkStore, other: ObjectChunkStore
+) -> None:
+    add_chunks(other, FINGERPRINT, "d", [1], source="/theirs")
+    store.refresh()
+    other.delete_document(FINGERPRINT, "d")
+    add_chunks(store, FINGERPRINT, "d", [2], source="/ours")
+    assert other.generation
+    assert doc_ids(other) == ["d"]
+
+
+def test_documents_that_were_deleted_elsewhere_go_even_if_no_segment_says_so(
+    store: ObjectChunkStore, other: ObjectChunkStore
+) -> None:
+    for doc_id in ("a", "b"):
+        add_chunks(store, FINGERPRINT, doc_id, [1])
+    assert doc_ids(other) == ["a", "b"]
+    store.delete_document(FINGERPRINT, "a")
+    store.collect_garbage(grace_s=0)  # nothing is left that would tell of the deletion
+    assert doc_ids(other) == ["b"]
+
+
+def test_a_store_that_was_set_back_is_noticed(url: str, store: ObjectChunkStore) -> None:
+    pointer = (folder_of(url) / "store").read_bytes()
+    add_chunks(store, FINGERPRINT, "a", [1])
+    (folder_of(url) / "store").write_bytes(pointer)
+    with pytest.raises(RecordDamagedError, match="set back to an earlier state"):
+        store.refresh()
+
+
 @pytest.mark.parametrize("n_writers", [4])
 def test_no_document_of_any_writer_is_lost(url: str, n_writers: int) -> None:
     failures: list[BaseException] = []
@@ -432,7 +462,7 @@ def test_damaged_objects_of_the_protocol_are_never_believed(url: str, kind: str,
         path.write_bytes(
             content[: len(content) // 2] + (b"" if damage == "cut" else b"\0" + content[len(content) // 2 + 1 :])
         )
-    with pytest.raises(RecordDamagedError, match=rf"{kind}|segments of manifest"):
+    with pytest.raises(RecordDamagedError, match=rf"{kind}|segments are gone"):
         ObjectChunkStore.open(url)
 
 
@@ -538,7 +568,7 @@ def test_what_is_published_or_renewed_while_garbage_is_collected_stays(
     read_head, calls = garbage.read_head, iter(range(100))
 
     def meanwhile(*given: Any) -> Any:
-        if next(calls) == 1:  # after the listing, before the last look
+        if next(calls) == 2:  # between the choice of what goes and its deletion
             other.add_document(FINGERPRINT, make_document("d", [first[0]]))
         return read_head(*given)
 
