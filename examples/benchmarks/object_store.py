@@ -18,6 +18,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
@@ -34,6 +35,7 @@ from pdllm_rag.bench.store import StoreShapes
 OUT = Path(__file__).parents[2] / "docs" / "numbers" / "object_store.json"
 SHAPES = StoreShapes()
 FINGERPRINT = SHAPES.fingerprint("bfloat16")
+N_PUBLISHED = 32
 QUARTER = range(SHAPES.n_layers // 4)
 Chunks = list[tuple[ChunkMeta, ChunkKV]]
 
@@ -110,6 +112,22 @@ def measure(url: str, folder: Path, repeat: int) -> dict[str, Any]:
         return {**sections, "open": opened}
 
 
+def publishing(url: str, n_writers: int) -> float:
+    """Documents a second that so many handles publish together, each one alone."""
+    chunks = batch(0)[:1]
+
+    def write(writer: int) -> None:
+        with ObjectChunkStore.open(url) as store:
+            store.put(FINGERPRINT, chunks)
+            for number in range(N_PUBLISHED // n_writers):
+                store.add_document(FINGERPRINT, document(f"{n_writers}-{writer}-{number}", chunks))
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(n_writers) as pool:
+        list(pool.map(write, range(n_writers)))
+    return N_PUBLISHED / (time.perf_counter() - started)
+
+
 @contextmanager
 def loopback_s3() -> Iterator[str]:
     """A bucket of moto's S3 in a process of its own, which the environment leads to."""
@@ -146,6 +164,8 @@ def main() -> None:
             "folder": (folder / "far").as_uri(), "loopback S3": stack.enter_context(loopback_s3())
         }  # fmt: skip
         figures = {name: measure(url, folder / str(n), args.repeat) for n, (name, url) in enumerate(places.items())}
+        writers = {name: {n: publishing(url, n) for n in (1, 2, 4)} for name, url in places.items()}
+    print("documents a second, one at a time, by the number of writers:", writers)
     for place, sections in figures.items():
         for name, found in sections.items():
             for side, values in found["sides"].items():
@@ -153,6 +173,7 @@ def main() -> None:
                 print(f"{place:12} {name:8} {side:7} {ms:9.1f} ms   {1 / speed:6.2f}x of {found['limit']}")
     result = {
         "machine": describe()._asdict(),
+        "published_per_s": writers,
         "batch_bytes": next(iter(figures.values()))["warm"]["n_bytes"],
         **figures,
     }
