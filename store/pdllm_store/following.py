@@ -229,8 +229,8 @@ class FollowingTransactions:
             _write_followed(tables, head)
             return True
 
-        needed = eviction.written_bytes([4 * ref.n_bytes for ref in refs[n_known:]])
-        return CappedWrites(self._view, path=self._bucket.url).write(body, needed=needed)
+        needed = eviction.written_bytes([2 * ref.n_bytes for ref in refs[n_known:]])  # trees are not full
+        return CappedWrites(self._view, path=f"the cache of {self._bucket.url}").write(body, needed=needed)
 
 
 class _LostRaceError(Exception):
