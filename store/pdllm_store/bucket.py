@@ -174,13 +174,13 @@ class Bucket:
     def _swap_locked(self, name: str, data: bytes, known: Versioned | None) -> Versioned | None:
         """A folder knows no conditional replacing: a lock stands in for it, among all who share the file system."""
         assert self._folder is not None
-        with open(os.path.join(self._folder, f"{name}.lock"), "ab") as lock:
+        lock_name = os.path.join(self._folder, f"{name}.lock")
+        with self._told(f"replace {name}", absent_is_told=True), open(lock_name, "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             held = self.get_versioned(name)
             if (held and held.data) != (known and known.data):
                 return None
-            with self._told(f"replace {name}"):
-                return Versioned(data, _version(self._api.put(self._store, name, data, use_multipart=False)))
+            return Versioned(data, _version(self._api.put(self._store, name, data, use_multipart=False)))
 
     @contextmanager
     def _told(self, doing: str, *, absent_is_told: bool = False) -> Iterator[None]:
@@ -193,6 +193,8 @@ class Bucket:
             if not absent_is_told:
                 raise
             raise StoreNotFoundError(f"{self.url} could not {doing}: its bucket is not there; make it first") from None
+        except OSError as error:
+            raise StoreError(f"{self.url} could not {doing}: {error.strerror}; check its permissions") from error
         except NotImplementedError:
             raise StoreError(f"{self.url} cannot {doing}: it has no conditional writes, which a store needs") from None
         except failed.BaseError as error:  # `from None`: a service repeats tokens in its answers
@@ -241,7 +243,10 @@ def open_bucket(url: str, *, create: bool, retry_s: float) -> Bucket:
         if parts.netloc:
             raise ValueError(f"{url} names a machine; expected file:///{parts.netloc}{parts.path}")
         if create:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
+            try:
+                os.makedirs(folder, mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise StoreError(f"cannot make the folder of {url}: {error.strerror}; give another place") from error
         if not os.path.isdir(folder):
             raise StoreNotFoundError(f"there is no store at {url}; prefill some documents into it, or check the path")
         return Bucket(LocalStore(folder), url, folder=folder)

@@ -110,6 +110,20 @@ def test_what_passes_is_tried_again(open_far: Open, proxy: Proxy, fault: Fault) 
     assert [info.doc_id for info in store.documents(FINGERPRINT)] == ["d", "e"]
 
 
+def test_chunks_travel_side_by_side(open_far: Open, proxy: Proxy) -> None:
+    store = open_far()
+    together = threading.Barrier(len(IDS), timeout=20)
+
+    def waiting(ask: Callable[[], Answer]) -> Answer:
+        together.wait()  # until all of them are asked for
+        return ask()
+
+    proxy.break_next("GET", "/chunks/", waiting, times=len(IDS))
+    assert_right(store.fetch(IDS).kv)
+    proxy.break_next("PUT", "/chunks/", waiting, times=len(IDS))
+    assert store.put(FINGERPRINT, [chunk(seed) for seed in (7, 8, 9)]) > 0
+
+
 def test_a_write_whose_answer_does_not_come_is_repeated(open_far: Open, proxy: Proxy, s3: Moto) -> None:
     assert s3
     store = open_far()

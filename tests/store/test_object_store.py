@@ -175,6 +175,15 @@ def test_one_door_opens_every_kind(tmp_path: Path, url: str) -> None:
         assert opened.read_only
 
 
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, url: str) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreError, match="cannot make the folder"):
+        ObjectChunkStore.open((tmp_path / "file" / "far").as_uri())
+    (tmp_path / "far" / "store.lock").mkdir(parents=True)
+    with pytest.raises(StoreError, match=r"could not replace store: Is a directory"):
+        ObjectChunkStore.open(url)
+
+
 def test_a_store_without_its_package_says_what_to_install(url: str, run_child: Callable[..., str]) -> None:
     code = """
         import sys
