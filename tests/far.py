@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import http.client
 import logging
+import os
 import threading
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+
+from pdllm_store import ChunkNotFoundError, ObjectChunkStore
+from pdllm_store.testing import make_document, random_chunk, tiny_fingerprint
 
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "AKIATESTONLY",
@@ -20,6 +26,7 @@ ENVIRONMENT = {
     "AWS_REGION": "us-east-1",
     "AWS_ALLOW_HTTP": "true",
 }
+FINGERPRINT = tiny_fingerprint()
 SECRETS = ("AKIATESTONLY", "nobody-may-read-this", "nor-this-token")
 
 
@@ -165,3 +172,36 @@ class Proxy:
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
+
+
+def doc_ids(store: ObjectChunkStore) -> list[str]:
+    store.refresh()
+    return [info.doc_id for info in store.documents(FINGERPRINT)]
+
+
+def write(store: ObjectChunkStore, doc_id: str, seeds: Sequence[int]) -> bool:
+    """Put and publish as a prefill does: chunks that others have deleted since this handle looked are put again."""
+    items = [random_chunk(FINGERPRINT, seed=seed) for seed in seeds]
+    document = make_document(doc_id, [meta for meta, _ in items])
+    while True:
+        store.put(FINGERPRINT, items)
+        try:
+            return store.add_document(FINGERPRINT, document)
+        except ChunkNotFoundError:
+            continue
+
+
+def folder_of(url: str) -> Path:
+    return Path(url.removeprefix("file://"))
+
+
+def objects(url: str) -> dict[str, bytes]:
+    """Every object under a file URL, but for the lock."""
+    folder = folder_of(url)
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def make_old(url: str, seconds: float) -> None:
+    for name in objects(url):
+        os.utime(folder_of(url) / name, times=(time.time() - seconds,) * 2)
