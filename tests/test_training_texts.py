@@ -124,7 +124,7 @@ def test_a_refused_question_of_the_corpus_has_its_answer_nowhere() -> None:
         (sample, answers[one.question])
         for sample in (mixture.sample(random.Random(index)) for index in range(60))
         for one in sample.exchanges
-        if one.passage is None and one.question in answers and one.weight == 1
+        if one.passage is None and one.question in answers and one.weight == Recipe().refused_weight
     ]
     assert len(known) > 20
     for sample, answer in known:

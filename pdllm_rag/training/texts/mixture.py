@@ -209,6 +209,7 @@ class Mixture:
         return None
 
     def _refused(self, kind: Kind, question: str | None, rng: random.Random, weight: float = 1.0) -> Exchange | None:
+        weight *= self.recipe.refused_weight
         return Exchange(kind, typed(question, rng), self.recipe.not_found, None, weight) if question else None
 
     def _any_row(self, rng: random.Random) -> Row:
