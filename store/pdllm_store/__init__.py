@@ -1,6 +1,7 @@
 """A persistent store of chunk keys and values, and of the documents that refer to them."""
 
 from pdllm_store.errors import (
+    ChunkDiffersError,
     ChunkNotFoundError,
     DocumentConflictError,
     DocumentNotFoundError,
@@ -16,6 +17,7 @@ from pdllm_store.errors import (
 )
 from pdllm_store.lmdb_store import LMDBStore
 from pdllm_store.memory_store import MemoryStore
+from pdllm_store.merging import MergeReport, merge
 from pdllm_store.protocol import ChunkStore
 from pdllm_store.types import (
     FORMAT,
@@ -42,6 +44,7 @@ __all__ = [
     "ID_BYTES",
     "KV_DTYPES",
     "RECORD_FORMAT",
+    "ChunkDiffersError",
     "ChunkId",
     "ChunkKV",
     "ChunkMeta",
@@ -56,6 +59,7 @@ __all__ = [
     "KVDtype",
     "LMDBStore",
     "MemoryStore",
+    "MergeReport",
     "ModelFingerprint",
     "ModelStats",
     "PdllmError",
@@ -70,4 +74,5 @@ __all__ = [
     "StoreReadOnlyError",
     "StoreStats",
     "VerifyReport",
+    "merge",
 ]

@@ -13,6 +13,7 @@ NAMES = [
     "ID_BYTES",
     "KV_DTYPES",
     "RECORD_FORMAT",
+    "ChunkDiffersError",
     "ChunkId",
     "ChunkKV",
     "ChunkMeta",
@@ -27,6 +28,7 @@ NAMES = [
     "KVDtype",
     "LMDBStore",
     "MemoryStore",
+    "MergeReport",
     "ModelFingerprint",
     "ModelStats",
     "PdllmError",
@@ -41,6 +43,7 @@ NAMES = [
     "StoreReadOnlyError",
     "StoreStats",
     "VerifyReport",
+    "merge",
 ]
 
 
