@@ -13,12 +13,14 @@ PdllmError                        (pdllm_store.errors)
 |   |-- UnmatchedContextError     a prompt holds context that is in no stored chunk, which the caller forbade
 |   |-- ContextWindowError        question, chunks and answer do not fit the model's window
 |   `-- GenerationCancelled       the caller stopped the generation
+|-- ClusterError                  Ray is not installed, cannot be reached, or gave up
 `-- NumericsError                 the model gave logits that are not finite
 """
 
 from pdllm_store.errors import PdllmError
 
 __all__ = [
+    "ClusterError",
     "ContextWindowError",
     "DocumentError",
     "EmptyDocumentError",
@@ -85,3 +87,7 @@ class GenerationCancelled(RequestError):
 
 class NumericsError(PdllmError):
     """The model gave logits that are not finite."""
+
+
+class ClusterError(PdllmError):
+    """Ray is not installed, its cluster cannot be reached, or it gave a run up."""
