@@ -33,6 +33,7 @@ LAYERS = (
         "pdllm_rag.clock",
         "pdllm_rag.placement",
         "pdllm_rag.numerics",
+        "pdllm_rag.planning",
         "pdllm_rag.squeezing",
         "pdllm_rag.templates",
         "pdllm_rag.lexical_tables",
