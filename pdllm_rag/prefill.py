@@ -32,6 +32,7 @@ from pdllm_store import (
     StoreError,
     StoreFullError,
 )
+from pdllm_store.held import absent, is_whole
 
 from pdllm_rag.chunking import recipe, split, text_id
 from pdllm_rag.encoder import ChunkEncoder
@@ -202,8 +203,8 @@ class Prefiller:
                 report.failed.append(Failure(document.doc_id, str(error)))
                 self._notify(on_progress, report, document.doc_id)
                 continue
-            absent = [chunk_id for chunk_id in _absent(self._store, list(entry.chunks)) if chunk_id not in wanted]
-            lens = [len(entry.chunks[chunk_id]) for chunk_id in absent]
+            new = [chunk_id for chunk_id in absent(self._store, list(entry.chunks)) if chunk_id not in wanted]
+            lens = [len(entry.chunks[chunk_id]) for chunk_id in new]
             n_new = sum(map(self._bytes_taken, lens))
             if n_new > room:
                 reason = (
@@ -217,7 +218,7 @@ class Prefiller:
                 self._flush(pending, wanted, report, on_progress)
                 pending, wanted, n_tokens, n_bytes = {}, {}, 0, 0
             pending[document.doc_id] = entry
-            wanted |= {chunk_id: entry.chunks[chunk_id] for chunk_id in absent}
+            wanted |= {chunk_id: entry.chunks[chunk_id] for chunk_id in new}
             n_tokens += sum(lens)
             n_bytes += n_new
             if n_tokens >= self._flush_tokens or len(pending) >= self._flush_documents:
@@ -349,25 +350,6 @@ class Prefiller:
         if on_progress is not None:
             done = report.added + report.updated + report.unchanged + len(report.failed)
             on_progress(Progress(done, report.tokens, doc_id))
-
-
-def is_whole(store: ChunkStore, fingerprint: ModelFingerprint, info: DocumentInfo) -> bool:
-    """Whether a store can still give what it lists of a document; what it cannot is written again."""
-    try:
-        store.document(fingerprint, info.doc_id)
-        for chunk_id in info.chunk_ids:
-            store.meta(chunk_id)
-    except StoreError as error:
-        logger.warning("document %r is written again: %s", info.doc_id, error)
-        return False
-    return not _absent(store, info.chunk_ids)
-
-
-def _absent(store: ChunkStore, chunk_ids: Sequence[ChunkId]) -> list[ChunkId]:
-    """The chunks to compute. Evicted ones are not: computing them would evict others, and so on every night."""
-    missing = store.missing(chunk_ids)
-    evicted = set(store.evicted(missing))
-    return [chunk_id for chunk_id in missing if chunk_id not in evicted]
 
 
 def _is_about_one_document(error: StoreError) -> bool:

@@ -14,6 +14,7 @@ from pdllm_store import ChunkStore, LMDBStore, StoreMismatchError
 from ray_campaign import CHUNK_LEN, CHUNKS_EACH, Killer, by_one_process, by_workers, difference, write_documents
 
 from pdllm_rag import InputDocument
+from pdllm_rag.cli.main import build_parser
 from pdllm_rag.distributed.prefill import _CountedEncoder, _Worker
 from pdllm_rag.distributed.writer import Place, RemoteStore, Writer
 from pdllm_rag.errors import ClusterError
@@ -128,6 +129,14 @@ def test_the_writer_counts_each_chunk_and_document_once_and_shares_out_the_cap(
     assert [(worker.begun, worker.chunks) for worker in tally.workers] == [(1, 1), (1, 0)]
     assert tally.replaced == {"a": False}
     writer.close()
+
+
+def test_every_command_of_the_page_is_one() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "scale.md").read_text()
+    lines = [line.partition("#")[0] for line in page.splitlines() if line.startswith("pdllm ")]
+    assert len(lines) > 6
+    for line in lines:
+        build_parser().parse_args(line.split()[1:])
 
 
 @pytest.mark.usefixtures("ray_answers")

@@ -60,11 +60,9 @@ def on_cluster(args: argparse.Namespace) -> Iterator[tuple[ChunkStore, ModelFing
     spec, _, _ = read_spec(args.model)
     model = os.path.abspath(args.model) if os.path.isdir(args.model) else args.model
     # Other processes have other working directories, and a key is to be read there rather than sent.
-    elsewhere = argparse.Namespace(
-        store=os.path.abspath(args.store),
-        key_file=args.key_file and os.path.abspath(args.key_file),
-        read_only=args.read_only,
-    )
+    elsewhere = argparse.Namespace(**{name: value for name, value in vars(args).items() if not callable(value)})
+    elsewhere.store = os.path.abspath(args.store)
+    elsewhere.key_file = args.key_file and os.path.abspath(args.key_file)
     with (
         connected(args.address),
         open_store(args, create=True, kv_dtype=args.kv_dtype, max_bytes=args.max_bytes) as store,

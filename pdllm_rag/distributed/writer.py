@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pdllm_store import ChunkId, ChunkKV, ChunkMeta, ChunkStore, Document, DocumentInfo, ModelFingerprint
+from pdllm_store.held import is_whole
 
 from pdllm_rag.errors import ClusterError
-from pdllm_rag.prefill import is_whole
 
 SentKV = tuple[ChunkMeta, NDArray[Any], NDArray[Any]]
 

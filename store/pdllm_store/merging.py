@@ -23,6 +23,7 @@ from pdllm_store.errors import (
     RecordDamagedError,
     StoreMismatchError,
 )
+from pdllm_store.held import absent
 from pdllm_store.protocol import ChunkStore
 from pdllm_store.recomputing import TOLERANCE, difference
 from pdllm_store.types import ChunkId, ChunkKV, ChunkMeta, DocumentInfo, ModelFingerprint, Recompute
@@ -76,10 +77,10 @@ def merge(
     n_chunks = n_bytes = 0
     for source, infos in taken:
         for part in _parts(infos, fingerprint):
-            absent = _absent(dest, part)
-            for items in _loaded(source, absent, fingerprint, recompute):
+            wanted = _wanted(dest, part)
+            for items in _loaded(source, wanted, fingerprint, recompute):
                 n_bytes += dest.put(fingerprint, items)
-            n_chunks += len(absent)
+            n_chunks += len(wanted)
             for info in part:
                 dest.add_document(fingerprint, source.document(fingerprint, info.doc_id))
     return MergeReport(sum(len(infos) for _, infos in taken), n_unchanged, n_chunks, n_compared, n_bytes)
@@ -135,11 +136,9 @@ def _content(info: DocumentInfo) -> tuple[object, ...]:
     return info.text_id, info.recipe, info.chunk_ids, dict(info.metadata)
 
 
-def _absent(dest: ChunkStore, infos: Sequence[DocumentInfo]) -> list[ChunkId]:
-    """Chunks that the destination lacks; what it has evicted it can compute again."""
-    missing = dest.missing([chunk_id for info in infos for chunk_id in info.chunk_ids])
-    evicted = set(dest.evicted(missing))
-    return [chunk_id for chunk_id in missing if chunk_id not in evicted]
+def _wanted(dest: ChunkStore, infos: Sequence[DocumentInfo]) -> list[ChunkId]:
+    """Chunks of these documents that the destination lacks."""
+    return absent(dest, [chunk_id for info in infos for chunk_id in info.chunk_ids])
 
 
 def _check_sample(
@@ -152,9 +151,9 @@ def _check_sample(
     generator: random.Random,
 ) -> int:
     """The number of chunks that were compared. Raises ChunkDiffersError for the first that differs."""
-    absent = _absent(dest, infos)
-    gone = set(source.missing(absent))
-    candidates = sorted(chunk_id for chunk_id in absent if chunk_id not in gone)
+    wanted = _wanted(dest, infos)
+    gone = set(source.missing(wanted))
+    candidates = sorted(chunk_id for chunk_id in wanted if chunk_id not in gone)
     chosen = generator.sample(candidates, ceil(share * len(candidates)))
     most = TOLERANCE[fingerprint.kv_dtype]
     for start in range(0, len(chosen), _COMPARED_AT_ONCE):
