@@ -15,7 +15,7 @@ from ray_campaign import CHUNK_LEN, CHUNKS_EACH, Killer, by_one_process, by_work
 
 from pdllm_rag import InputDocument
 from pdllm_rag.cli.main import build_parser
-from pdllm_rag.distributed.prefill import _CountedEncoder, _Worker
+from pdllm_rag.distributed.prefill import RayPrefill, _CountedEncoder, _Worker
 from pdllm_rag.distributed.writer import Place, RemoteStore, Writer
 from pdllm_rag.errors import ClusterError
 from pdllm_rag.models import LoadedModel
@@ -129,6 +129,35 @@ def test_the_writer_counts_each_chunk_and_document_once_and_shares_out_the_cap(
     assert [(worker.begun, worker.chunks) for worker in tally.workers] == [(1, 1), (1, 0)]
     assert tally.replaced == {"a": False}
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "n_workers", "nodes", "expected"),
+    [
+        ("auto", None, [{"CPU": 8.0}], (8, "cpu", {"num_cpus": 1})),
+        ("auto", 2, [{"CPU": 9.0}, {}], (2, "cpu", {"num_cpus": 4})),
+        ("auto", 2, [{"CPU": 2.0}] * 4, (2, "cpu", {"num_cpus": 2})),
+        ("auto", 4, [{"CPU": 2.0}], (4, "cpu", {"num_cpus": 0.5})),
+        (
+            "auto",
+            None,
+            [{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0, "GPU": 2.0}],
+            (3, "cuda", {"num_gpus": 1, "num_cpus": 1}),
+        ),
+        ("cpu", None, [{"CPU": 8.0, "GPU": 3.0}], (8, "cpu", {"num_cpus": 1})),
+        ("cuda", None, [{"CPU": 8.0}], None),
+    ],
+)
+def test_workers_are_one_for_each_gpu_or_share_the_cores(
+    tiny_model: LoadedModel, asked: str, n_workers: int | None, nodes: list[dict[str, float]], expected: Any
+) -> None:
+    fingerprint = tiny_model.fingerprint("bfloat16")
+    prefill = RayPrefill(LMDBStore.open, "m", fingerprint, chunk_len=64, device=asked, n_workers=n_workers)  # type: ignore[arg-type]
+    if expected is not None:
+        assert prefill._workers(nodes) == expected
+        return
+    with pytest.raises(ClusterError, match="has no GPU"):
+        prefill._workers(nodes)
 
 
 def test_every_command_of_the_page_is_one() -> None:

@@ -15,7 +15,7 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -120,15 +120,10 @@ class RayPrefill:
         """Run the pipeline and add up what its tasks report."""
         import ray
 
-        resources = ray.cluster_resources()
-        n_gpus, n_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
-        on_gpu = self._device.startswith("cuda") or (self._device == "auto" and n_gpus > 0)
-        n_workers = self._n_workers or (n_gpus if on_gpu else n_cpus)
-        # A worker computes with as many threads as it is given cores; reading is given none, so that it never waits for
-        # a core that a worker holds.
-        each = {"num_gpus": 1, "num_cpus": 1} if on_gpu else {"num_cpus": n_cpus // n_workers or n_cpus / n_workers}
-        arguments = (writer, self._model, self._fingerprint, "cuda" if on_gpu else "cpu", self._chunk_len, n_workers)
+        n_workers, device, each = self._workers([node["Resources"] for node in ray.nodes() if node["Alive"]])
+        arguments = (writer, self._model, self._fingerprint, device, self._chunk_len, n_workers)
         n_tasks = -(-len(files) // _files_of_a_task(files, n_workers))
+        # Reading is given no core, so that it never waits for one that a worker holds.
         rows = (
             ray.data.from_items(
                 [{**file._asdict(), "path": os.path.abspath(file.path)} for file in files], override_num_blocks=n_tasks
@@ -152,6 +147,21 @@ class RayPrefill:
             report.unchanged += done.added + done.updated + done.unchanged
             if on_progress is not None:
                 on_progress(Progress(report.unchanged + len(report.failed), report.tokens, ""))
+
+    def _workers(self, nodes: Sequence[Mapping[str, float]]) -> tuple[int, str, dict[str, float]]:
+        """How many there are to be on these nodes, where each computes, and what it is given of a node."""
+        n_gpus = int(sum(node.get("GPU", 0) for node in nodes))
+        if self._device.startswith("cuda") or (self._device == "auto" and n_gpus):
+            if not n_gpus:
+                raise ClusterError(
+                    f"device {self._device!r} was asked for and the cluster has no GPU; take auto or cpu"
+                )
+            return self._n_workers or n_gpus, "cuda", {"num_gpus": 1, "num_cpus": 1}
+        cores = [int(node.get("CPU", 0)) for node in nodes]
+        n_workers = self._n_workers or sum(cores)
+        # A worker computes with as many threads as it is given cores, and all of them are on one node.
+        each = min(sum(cores) // n_workers, max(cores))
+        return n_workers, "cpu", {"num_cpus": each or sum(cores) / n_workers}
 
 
 def _add(report: RayReport, tally: Tally, n_files: int) -> None:
