@@ -32,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--gpus", type=positive_int, metavar="G", help="accelerators to prefill with (default: a table)"
     )
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bfloat16", help="(default: bfloat16)")
-    parser.add_argument("--keep", type=positive_int, metavar="B", help="rows of a chunk that are stored (default: all)")
+    parser.add_argument("--keep", type=positive_int, metavar="B", help="if only so many rows of a chunk were kept")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
