@@ -30,7 +30,7 @@ from pdllm_rag.copies import Copies
 from pdllm_rag.events import EitherEvent, Final, Messages, StreamEvent
 from pdllm_rag.first_stage import BM25Index
 from pdllm_rag.given import Chosen, Given
-from pdllm_rag.ingest import ingest
+from pdllm_rag.ingest import ingest, read_documents
 from pdllm_rag.mending import Mender
 from pdllm_rag.models.loader import LoadedModel, check_seen, one_device, read_spec
 from pdllm_rag.pool import KVPool
@@ -202,7 +202,15 @@ class RagEngine:
         if paths and len(paths) < len(given):
             raise ValueError("prefill got documents and paths together; expected one kind per call")
         if paths:
-            return ingest(self._prefiller, self.store, self.fingerprint, paths, on_progress=on_progress, **path_options)
+            run = self._prefiller.run
+            return ingest(
+                lambda files, tell: run(read_documents(files), tell),
+                self.store,
+                self.fingerprint,
+                paths,
+                on_progress=on_progress,
+                **path_options,
+            )
         if path_options:
             raise ValueError(f"options {sorted(path_options)} are for paths; got documents")
         return self._prefiller.run([d for d in given if isinstance(d, InputDocument)], on_progress)

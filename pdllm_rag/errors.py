@@ -13,6 +13,7 @@ PdllmError                        (pdllm_store.errors)
 |   |-- UnmatchedContextError     a prompt holds context that is in no stored chunk, which the caller forbade
 |   |-- ContextWindowError        question, chunks and answer do not fit the model's window
 |   `-- GenerationCancelled       the caller stopped the generation
+|-- ClusterError                  Ray is not installed, cannot be reached, or gave up
 |-- NumericsError                 the model gave logits that are not finite
 `-- TrainingError                 a training run diverged, or cannot be gone on with
 """
@@ -20,6 +21,7 @@ PdllmError                        (pdllm_store.errors)
 from pdllm_store.errors import PdllmError
 
 __all__ = [
+    "ClusterError",
     "ContextWindowError",
     "DocumentError",
     "EmptyDocumentError",
@@ -91,3 +93,7 @@ class NumericsError(PdllmError):
 
 class TrainingError(PdllmError):
     """A training run diverged, or its folder holds another run."""
+
+
+class ClusterError(PdllmError):
+    """Ray is not installed, its cluster cannot be reached, or it gave a run up."""

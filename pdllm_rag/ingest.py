@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 
 import blake3
-from pdllm_store import ChunkStore, ModelFingerprint
+from pdllm_store import ChunkStore, DocumentNotFoundError, ModelFingerprint
 
+from pdllm_rag.chunking import text_id
 from pdllm_rag.errors import DocumentError
-from pdllm_rag.prefill import Failure, InputDocument, Prefiller, PrefillReport, Progress
+from pdllm_rag.prefill import Failure, InputDocument, PrefillReport, Progress
 from pdllm_rag.readers import read
 from pdllm_rag.sources import SourceFile, find
 
+# Brings files into the store, as `Prefiller.run` does with what `read_documents` finds in them.
+PrefillFiles = Callable[[Sequence[SourceFile], Callable[[Progress], None] | None], PrefillReport]
+
 
 def ingest(
-    prefiller: Prefiller,
+    prefill_files: PrefillFiles,
     store: ChunkStore,
     fingerprint: ModelFingerprint,
     paths: Sequence[str | PathLike[str]],
@@ -34,7 +39,8 @@ def ingest(
     Args:
         prune: delete documents whose file, below a folder given here, is certainly gone (never all of a folder's), and
             those whose id a file given here takes over after their own file is gone; without it they are reported.
-        shard: (i, n), 1-based: take only the documents that fall to part i of n.
+        shard: (i, n), 1-based: take only the files whose content falls to part i of n. A file that was changed may
+            fall to another part than before; what this store still holds of its old text is deleted.
         on_start: told the number of files.
 
     Raises:
@@ -45,16 +51,18 @@ def ingest(
     if not 1 <= part <= n_parts:
         raise ValueError(f"shard is {part}/{n_parts}; expected i/n with 1 <= i <= n")
     sources = find(paths, id_prefix=id_prefix)
-    files = [file for file in sources.files if _part_of(file.doc_id, n_parts) == part]
+    files = [file for file in sources.files if n_parts == 1 or _part_of(file, n_parts) == part]
     if on_start is not None:
         on_start(len(files))
     moved = _moved(store, fingerprint, files) if prune else []
     for doc_id in moved:
         store.delete_document(fingerprint, doc_id)
-    report = prefiller.run(_documents(files), on_progress)
+    report = prefill_files(files, on_progress)
     report.failed[:0] = [Failure(problem.path, problem.reason) for problem in sources.problems]
     vanished = _vanished(store, fingerprint, paths)
-    report.pruned = moved
+    mine = {file.doc_id for file in files}
+    elsewhere = [file for file in sources.files if file.doc_id not in mine]
+    report.pruned = moved + _delete_outdated(store, fingerprint, elsewhere)
     for root, doc_ids in vanished.items():
         if not prune:
             report.missing += doc_ids
@@ -69,7 +77,8 @@ def ingest(
     return report
 
 
-def _documents(files: Sequence[SourceFile]) -> Iterator[InputDocument | Failure]:
+def read_documents(files: Iterable[SourceFile]) -> Iterator[InputDocument | Failure]:
+    """The documents in files, one after the other; a file that cannot be read is a `Failure`."""
     for file in files:
         try:
             content = read(file.path)
@@ -82,9 +91,27 @@ def _documents(files: Sequence[SourceFile]) -> Iterator[InputDocument | Failure]
         yield InputDocument(file.doc_id, content.text, file.source, content.pages, metadata)
 
 
-def _part_of(doc_id: str, n_parts: int) -> int:
-    """1-based part that a document falls to, the same on every machine."""
-    return int.from_bytes(blake3.blake3(doc_id.encode()).digest(8), "big") % n_parts + 1
+def _part_of(file: SourceFile, n_parts: int) -> int:
+    """1-based part that a file's content falls to, the same on every machine; what cannot be read counts as empty."""
+    hasher = blake3.blake3()
+    with contextlib.suppress(OSError):
+        hasher.update_mmap(file.path)
+    return int.from_bytes(hasher.digest(8), "big") % n_parts + 1
+
+
+def _delete_outdated(store: ChunkStore, fingerprint: ModelFingerprint, files: Sequence[SourceFile]) -> list[str]:
+    """Delete documents that come from these files of other parts, but hold another text than the file has now."""
+    held = {info.doc_id: info.source for info in store.documents(fingerprint)} if files else {}
+    deleted = []
+    for document in read_documents(file for file in files if held.get(file.doc_id) == file.source):
+        if isinstance(document, Failure):
+            continue
+        now = text_id(document.text)
+        with contextlib.suppress(DocumentNotFoundError):  # looked at once more: its own part may be at work here
+            if store.document(fingerprint, document.doc_id).text_id != now:
+                store.delete_document(fingerprint, document.doc_id)
+                deleted.append(document.doc_id)
+    return deleted
 
 
 def _moved(store: ChunkStore, fingerprint: ModelFingerprint, files: Sequence[SourceFile]) -> list[str]:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgpack
@@ -31,6 +32,7 @@ from pdllm_store import (
     StoreError,
     StoreFullError,
 )
+from pdllm_store.held import absent, is_whole
 
 from pdllm_rag.chunking import recipe, split, text_id
 from pdllm_rag.encoder import ChunkEncoder
@@ -132,9 +134,20 @@ class Prefiller:
 
     Args:
         chunk_len: tokens of a chunk, BOS included.
+        encoder: None takes one of its own.
+        check_held: whether the store can still give what it lists of a document; None is `is_whole`.
     """
 
-    def __init__(self, model: LoadedModel, store: ChunkStore, fingerprint: ModelFingerprint, *, chunk_len: int) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        store: ChunkStore,
+        fingerprint: ModelFingerprint,
+        *,
+        chunk_len: int,
+        encoder: ChunkEncoder | None = None,
+        check_held: Callable[[DocumentInfo], bool] | None = None,
+    ) -> None:
         limit = model.spec.family.max_chunk_len
         if chunk_len > limit:
             logger.warning(
@@ -145,7 +158,8 @@ class Prefiller:
         self._fingerprint = fingerprint
         self._chunk_len = chunk_len
         self._recipe = recipe(chunk_len)
-        self._encoder = ChunkEncoder(model, fingerprint)
+        self._encoder = encoder or ChunkEncoder(model, fingerprint)
+        self._check_held = check_held or partial(is_whole, store, fingerprint)
         self._flush_tokens = FLUSH_BATCHES * self._encoder.batch_tokens
         self._flush_documents = max(FLUSH_DOCUMENTS, self._flush_tokens // FLUSH_TOKENS_EACH)
 
@@ -189,8 +203,8 @@ class Prefiller:
                 report.failed.append(Failure(document.doc_id, str(error)))
                 self._notify(on_progress, report, document.doc_id)
                 continue
-            absent = [chunk_id for chunk_id in self._absent(list(entry.chunks)) if chunk_id not in wanted]
-            lens = [len(entry.chunks[chunk_id]) for chunk_id in absent]
+            new = [chunk_id for chunk_id in absent(self._store, list(entry.chunks)) if chunk_id not in wanted]
+            lens = [len(entry.chunks[chunk_id]) for chunk_id in new]
             n_new = sum(map(self._bytes_taken, lens))
             if n_new > room:
                 reason = (
@@ -204,7 +218,7 @@ class Prefiller:
                 self._flush(pending, wanted, report, on_progress)
                 pending, wanted, n_tokens, n_bytes = {}, {}, 0, 0
             pending[document.doc_id] = entry
-            wanted |= {chunk_id: entry.chunks[chunk_id] for chunk_id in absent}
+            wanted |= {chunk_id: entry.chunks[chunk_id] for chunk_id in new}
             n_tokens += sum(lens)
             n_bytes += n_new
             if n_tokens >= self._flush_tokens or len(pending) >= self._flush_documents:
@@ -217,29 +231,12 @@ class Prefiller:
     def _is_held(self, info: DocumentInfo, document: InputDocument, identity: bytes) -> bool:
         """Whether the store has this document already; a text that differs in spelling only counts as the same."""
         same = (info.text_id, info.recipe, info.source) == (identity, self._recipe, document.source)
-        return same and dict(info.metadata) == _as_stored(document.metadata) and self._is_whole(info)
-
-    def _is_whole(self, info: DocumentInfo) -> bool:
-        """Whether the store can still give what it lists; what it cannot is written again."""
-        try:
-            self._store.document(self._fingerprint, info.doc_id)
-            for chunk_id in info.chunk_ids:
-                self._store.meta(chunk_id)
-        except StoreError as error:
-            logger.warning("document %r is written again: %s", info.doc_id, error)
-            return False
-        return not self._absent(info.chunk_ids)
+        return same and dict(info.metadata) == _as_stored(document.metadata) and self._check_held(info)
 
     def _bytes_taken(self, n_tokens: int) -> int:
         """What the KV of a chunk takes of a store's file: a record fills whole pages."""
         n_bytes = n_tokens * self._fingerprint.bytes_per_token + RECORD_BYTES
         return -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
-
-    def _absent(self, chunk_ids: Sequence[ChunkId]) -> list[ChunkId]:
-        """The chunks to compute. Evicted ones are not: computing them would evict others, and so on every night."""
-        missing = self._store.missing(chunk_ids)
-        evicted = set(self._store.evicted(missing))
-        return [chunk_id for chunk_id in missing if chunk_id not in evicted]
 
     def recompute(self, metas: Sequence[ChunkMeta]) -> Iterator[list[tuple[ChunkMeta, ChunkKV]]]:
         """KV of chunks again from their token ids, batch by batch."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,23 @@ def tiny_model(tiny_model_path: Path) -> LoadedModel:
 def demo_model() -> LoadedModel:
     """The bundled model, loaded once."""
     return load_model("demo")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """Ray on this machine, one thread a worker; when it ends, nothing of it is left."""
+    pytest.importorskip("ray")
+    from pdllm_rag.distributed.cluster import connected
+
+    def left() -> set[Path]:
+        return {*Path(tempfile.gettempdir()).glob("ray*"), *Path.home().glob(".ray")}
+
+    before = left()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with connected():
+            yield
+    assert left() == before
 
 
 @pytest.fixture

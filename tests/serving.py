@@ -21,9 +21,8 @@ KEY = "correct-horse-battery"
 class Site:
     """A running server and a client of it."""
 
-    def __init__(self, server: uvicorn.Server, port: int) -> None:
-        self.server = server
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(self, url: str) -> None:
+        self.url = url
         self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
 
     def ask(self, question: str, **fields: Any) -> httpx.Response:
@@ -73,19 +72,25 @@ def wait_for(reached: Callable[[], object], seconds: float = 60) -> None:
 
 
 @contextlib.contextmanager
-def served(engine: RagEngine, **settings: Any) -> Iterator[Site]:
-    """Serve an engine while the block runs."""
-    app = create_app(engine, ServerSettings(**settings))
+def running(app: Any) -> Iterator[str]:
+    """Serve an application while the block runs; its address."""
     config = uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1, lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         wait_for(lambda: server.started or not thread.is_alive())
-        site = Site(server, server.servers[0].sockets[0].getsockname()[1])
-        with site.client:
-            yield site
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(timeout=60)
         assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def served(engine: RagEngine, **settings: Any) -> Iterator[Site]:
+    """Serve an engine while the block runs."""
+    with running(create_app(engine, ServerSettings(**settings))) as url:
+        site = Site(url)
+        with site.client:
+            yield site

@@ -11,7 +11,16 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MAX_LINES = 400
-FRAMEWORKS = ("triton", "fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "langchain_core", "llama_index")
+FRAMEWORKS = (
+    "triton",
+    "fastapi",
+    "uvicorn",
+    "prometheus_client",
+    "pydantic_settings",
+    "langchain_core",
+    "llama_index",
+    "ray",
+)
 
 # Lowest first. A module may import what stands before it, or a neighbour on its own line.
 LAYERS = (
@@ -24,6 +33,7 @@ LAYERS = (
         "pdllm_rag.clock",
         "pdllm_rag.placement",
         "pdllm_rag.numerics",
+        "pdllm_rag.planning",
         "pdllm_rag.squeezing",
         "pdllm_rag.templates",
         "pdllm_rag.lexical_tables",
@@ -52,7 +62,7 @@ LAYERS = (
     ("pdllm_rag.asking", "pdllm_rag.registry"),
     ("pdllm_rag.together",),
     ("pdllm_rag.engine",),
-    ("pdllm_rag.evaluation", "pdllm_rag.bench", "pdllm_rag.components", "pdllm_rag.server"),
+    ("pdllm_rag.evaluation", "pdllm_rag.bench", "pdllm_rag.components", "pdllm_rag.server", "pdllm_rag.distributed"),
     ("pdllm_rag.cli",),
     ("langchain_pdllm", "llama_index.llms.pdllm"),
     ("llama_index.retrievers.pdllm",),

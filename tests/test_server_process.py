@@ -125,3 +125,27 @@ def test_stopped_or_killed_during_ingest_and_ask_it_loses_nothing_committed(
         report = engine.prefill([InputDocument(e["doc_id"], e["text"], f"upload:{e['doc_id']}") for e in documents(0)])
         assert (report.unchanged, report.chunks_computed) == (40, 0)
         assert engine.answer("Buoy 3?").stats.chunks.candidates > 0
+
+
+def test_two_servers_over_one_store_answer_alike_see_what_is_added_and_outlive_each_other(
+    start: Callable[..., Served], pdllm: Pdllm, folder: Path, tmp_path: Path, tiny_model_path: Path
+) -> None:
+    prefill = ("prefill", folder, "--store", tmp_path / "kb", "--model", tiny_model_path)
+    assert pdllm(*prefill).status == 0
+    servers = [start("--read-only"), start("--read-only")]
+
+    def answers(question: str) -> list[dict[str, Any]]:
+        asked = {"question": question, "max_new_tokens": 8, "k": 3}
+        bodies = [server.client.post("/v1/qa", json=asked).raise_for_status().json() for server in servers]
+        return [{key: body[key] for key in ("answer", "citations")} for body in bodies]
+
+    one, other = answers("How heavy is the Gannet buoy?")
+    assert one == other
+    assert servers[0].client.post("/v1/documents", json={"documents": documents(0, 1)}).status_code == 403
+    (folder / "added.md").write_text("The Kittiwake buoy weighs 550 kilograms.")
+    assert pdllm(*prefill).status == 0  # another process writes meanwhile
+    one, other = answers("How heavy is the Kittiwake buoy?")
+    assert one == other
+    assert "added.md" in {citation["doc_id"] for citation in one["citations"]}
+    servers.pop(0).end(signal.SIGKILL)
+    assert answers("How heavy is the Kittiwake buoy?") == [one]

@@ -86,15 +86,18 @@ def is_store_given(args: argparse.Namespace) -> bool:
     return args.store is not None
 
 
-def open_store(args: argparse.Namespace) -> LMDBStore | ObjectChunkStore:
-    """The store of a command line; it must be there.
+def open_store(
+    args: argparse.Namespace, *, create: bool = False, kv_dtype: KVDtype | None = None, max_bytes: int | None = None
+) -> LMDBStore | ObjectChunkStore:
+    """The store of a command line; it must be there unless `create`.
 
     Raises:
         StoreError; OSError and ValueError for the key file.
     """
     from pdllm_store import open_store as open_at
 
-    return open_at(args.store, create=False, **_options(args))
+    options = {**_options(args), "max_bytes": max_bytes}
+    return open_at(args.store, create=create, kv_dtype=kv_dtype, **options)
 
 
 def open_engine(

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from pdllm_rag.cli import prefill_ray
 from pdllm_rag.cli.console import (
     COMPUTED_AGAIN,
     FETCHED_AGAIN,
@@ -75,27 +76,35 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--shard", type=_shard, default=(1, 1), metavar="I/N", help="take only part I of N of the documents"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and no progress")
-    parser.set_defaults(run=run, after_interrupt="run the same command again and it goes on where it stopped")
+    prefill_ray.add_options(parser)
+    parser.set_defaults(
+        run=run, usage_error=parser.error, after_interrupt="run the same command again and it goes on where it stopped"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prefill; 1 if there were documents and every one of them failed."""
+    if wrong := prefill_ray.complaint(args):
+        args.usage_error(wrong)
     if (nothing := _nothing_to_read(args)) is not None:
         return _tell(nothing, args)
     live = on_terminal(sys.stderr) and not args.json
     console = notes()
-    with console.status(f"Loading {args.model}") if live else nullcontext():
-        engine = open_engine(
-            args, create=True, kv_dtype=args.kv_dtype, chunk_len=args.chunk_len, max_bytes=args.max_bytes
-        )
-    with engine:
-        evictions = engine.store.stats().evictions
+    with ExitStack() as stack:
+        with console.status("Starting Ray" if args.ray else f"Loading {args.model}") if live else nullcontext():
+            if args.ray:
+                store, fingerprint, prefill = stack.enter_context(prefill_ray.on_cluster(args))
+            else:
+                options = {"kv_dtype": args.kv_dtype, "chunk_len": args.chunk_len, "max_bytes": args.max_bytes}
+                engine = stack.enter_context(open_engine(args, create=True, **options))
+                store, fingerprint, prefill = engine.store, engine.fingerprint, engine.prefill
+        evictions = store.stats().evictions
         if not args.json:
-            per_token, dtype = engine.fingerprint.bytes_per_token, engine.fingerprint.kv_dtype
+            per_token, dtype = fingerprint.bytes_per_token, fingerprint.kv_dtype
             each = f"{kib(per_token)} a token in {dtype}, {byte_size(1000 * per_token)} per 1,000 tokens"
             console.print(Text(f"{visible(args.store)}: {each}"))
         with _Meter(console, live=live) as meter:
-            report = engine.prefill(
+            report = prefill(
                 args.paths,
                 on_start=meter.begin,
                 on_progress=meter.advance,
@@ -103,11 +112,12 @@ def run(args: argparse.Namespace) -> int:
                 prune=args.prune,
                 shard=args.shard,
             )
-        n_evicted = engine.store.stats().evictions - evictions
-    costs = [_disk(report, engine.fingerprint)] if report.bytes_written else []
+        n_evicted = store.stats().evictions - evictions
+    costs = [_disk(report, fingerprint)] if report.bytes_written else []
     if n_evicted > 0:
         again = FETCHED_AGAIN if args.cache else COMPUTED_AGAIN
         costs.append(f"{counted(n_evicted, 'chunk')} evicted to stay below the cap; {again}")
+    costs += prefill_ray.workers_told(report)
     return _tell(report, args, costs)
 
 
@@ -145,7 +155,7 @@ def _show(report: PrefillReport, costs: Sequence[str], console: Console) -> None
     for title, entries in (
         ("Failed", [_reason(failure) for failure in report.failed]),
         ("Missing, their files are gone (--prune deletes them)", report.missing),
-        ("Deleted, their files are gone", report.pruned),
+        ("Deleted, their files are gone or fall to another shard", report.pruned),
     ):
         if entries:
             console.print(Text(f"{title}:", style="bold"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from pdllm_rag.cli import store_upkeep, store_verify
+from pdllm_rag.cli import store_merge, store_upkeep, store_verify
 from pdllm_rag.cli.console import (
     COMPUTED_AGAIN,
     FETCHED_AGAIN,
@@ -33,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "store",
         help="look into a store, check it, limit it, delete documents",
         description="Look into a store, check it, limit it and take documents out of it. No model is loaded, unless "
-        "`verify --recompute` asks for one.",
+        "`verify --recompute` or `merge` asks for one.",
     )
     parser.set_defaults(run=run)
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
@@ -58,6 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     store_verify.add_actions(actions)
     store_upkeep.add_actions(actions)
+    store_merge.add_actions(actions)
 
 
 def run(args: argparse.Namespace) -> int:

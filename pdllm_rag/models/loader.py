@@ -56,20 +56,8 @@ class LoadedModel:
 
     def fingerprint(self, kv_dtype: KVDtype) -> ModelFingerprint:
         """Identity of KV that this model writes into a store of `kv_dtype`."""
-        spec = self.spec
-        return ModelFingerprint(
-            family=spec.family.name,
-            weights_digest=self.weights_digest,
-            adapter_digest=self.adapter_digest,
-            tokenizer_digest=self.tokenizer.digest,
-            n_layers=spec.n_layers,
-            n_kv_heads=spec.n_kv_heads,
-            head_dim=spec.head_dim,
-            rope=self.backbone.rope.name,
-            kv_dtype=kv_dtype,
-            bos_id=spec.bos_id,
-            prefill_mask=spec.family.prefill_mask,
-        )
+        identity = (self.tokenizer, self.backbone.rope, self.weights_digest, self.adapter_digest)
+        return _fingerprint(self.spec, *identity, kv_dtype=kv_dtype)
 
 
 def read_spec(name: str, *, revision: str | None = None) -> tuple[ModelSpec, Tokenizer, dict[str, Any]]:
@@ -82,6 +70,21 @@ def read_spec(name: str, *, revision: str | None = None) -> tuple[ModelSpec, Tok
     config = read_json(folder / "config.json")
     tokenizer = Tokenizer(folder)
     return ModelSpec.from_files(name, config, tokenizer), tokenizer, config
+
+
+def read_fingerprint(name: str, kv_dtype: KVDtype) -> ModelFingerprint:
+    """As `load_model(name).fingerprint(kv_dtype)`, but no weight is loaded: the files are only hashed.
+
+    Raises:
+        UnknownModelError, ModelFormatError.
+    """
+    import transformers
+
+    spec, tokenizer, config = read_spec(name)
+    module = getattr(transformers, spec.family.module)
+    rope = Rope.from_config(module.config_class.from_dict(dict(spec.library_config)), torch.device("cpu"))
+    digest = weights_digest(weight_files(locate(name)), config)
+    return _fingerprint(spec, tokenizer, rope, digest, "", kv_dtype=kv_dtype)
 
 
 def load_model(
@@ -139,6 +142,24 @@ def load_model(
     digest = weights_digest(files, config)
     logger.info("loaded %s (%s) in %.2f s", name, dtype, time.perf_counter() - started)
     return LoadedModel(spec, tokenizer, backbone, digest, adapter_digest, on_canvas)
+
+
+def _fingerprint(
+    spec: ModelSpec, tokenizer: Tokenizer, rope: Rope, weights_digest: str, adapter_digest: str, *, kv_dtype: KVDtype
+) -> ModelFingerprint:
+    return ModelFingerprint(
+        family=spec.family.name,
+        weights_digest=weights_digest,
+        adapter_digest=adapter_digest,
+        tokenizer_digest=tokenizer.digest,
+        n_layers=spec.n_layers,
+        n_kv_heads=spec.n_kv_heads,
+        head_dim=spec.head_dim,
+        rope=rope.name,
+        kv_dtype=kv_dtype,
+        bos_id=spec.bos_id,
+        prefill_mask=spec.family.prefill_mask,
+    )
 
 
 def check_versions() -> None:

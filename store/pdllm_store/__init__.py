@@ -1,6 +1,7 @@
 """A persistent store of chunk keys and values, and of the documents that refer to them."""
 
 from pdllm_store.errors import (
+    ChunkDiffersError,
     ChunkNotFoundError,
     DocumentConflictError,
     DocumentNotFoundError,
@@ -20,6 +21,7 @@ from pdllm_store.errors import (
 from pdllm_store.garbage import Garbage
 from pdllm_store.lmdb_store import LMDBStore
 from pdllm_store.memory_store import MemoryStore
+from pdllm_store.merging import MergeReport, merge
 from pdllm_store.object_store import ObjectChunkStore
 from pdllm_store.opening import is_url, open_store, real_location
 from pdllm_store.protocol import ChunkStore
@@ -49,6 +51,7 @@ __all__ = [
     "ID_BYTES",
     "KV_DTYPES",
     "RECORD_FORMAT",
+    "ChunkDiffersError",
     "ChunkId",
     "ChunkKV",
     "ChunkMeta",
@@ -64,6 +67,7 @@ __all__ = [
     "KVDtype",
     "LMDBStore",
     "MemoryStore",
+    "MergeReport",
     "ModelFingerprint",
     "ModelStats",
     "ObjectChunkStore",
@@ -84,6 +88,7 @@ __all__ = [
     "TieredChunkStore",
     "VerifyReport",
     "is_url",
+    "merge",
     "open_store",
     "real_location",
 ]

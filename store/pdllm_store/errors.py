@@ -12,9 +12,10 @@ PdllmError
 |   |-- StoreAccessError          a far store refused the credentials
 |   |-- StoreConflictError        others kept publishing to a far store first
 |   |-- RecordDamagedError        a record failed its checksum or does not parse
+|   |-- ChunkDiffersError         a chunk is not what its model computes
 |   |-- ChunkNotFoundError        a chunk has no stored KV
 |   |-- DocumentNotFoundError     no such document
-|   `-- DocumentConflictError     the document id is already held by another source
+|   `-- DocumentConflictError     the document id is already held by another source, or with another content
 |-- ModelError                    (pdllm_rag.errors)
 |-- DocumentError                 (pdllm_rag.errors)
 `-- RequestError                  (pdllm_rag.errors)
@@ -73,6 +74,15 @@ class RecordDamagedError(StoreError):
         self.chunk_ids = chunk_ids
 
 
+class ChunkDiffersError(StoreError):
+    """A stored chunk is not what its model computes; `deviation` is the largest relative L2 distance of a layer."""
+
+    def __init__(self, message: str, chunk_id: bytes = b"", deviation: float = 0.0) -> None:
+        super().__init__(message)
+        self.chunk_id = chunk_id
+        self.deviation = deviation
+
+
 class ChunkNotFoundError(StoreError):
     """A chunk that was asked for has no (whole) stored KV."""
 
@@ -86,4 +96,4 @@ class DocumentNotFoundError(StoreError):
 
 
 class DocumentConflictError(StoreError):
-    """The document id is already held by another source."""
+    """The document id is already held by another source, or, of stores to be merged, with another content."""

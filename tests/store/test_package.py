@@ -13,6 +13,7 @@ NAMES = [
     "ID_BYTES",
     "KV_DTYPES",
     "RECORD_FORMAT",
+    "ChunkDiffersError",
     "ChunkId",
     "ChunkKV",
     "ChunkMeta",
@@ -28,6 +29,7 @@ NAMES = [
     "KVDtype",
     "LMDBStore",
     "MemoryStore",
+    "MergeReport",
     "ModelFingerprint",
     "ModelStats",
     "ObjectChunkStore",
@@ -48,6 +50,7 @@ NAMES = [
     "TieredChunkStore",
     "VerifyReport",
     "is_url",
+    "merge",
     "open_store",
     "real_location",
 ]
