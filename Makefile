@@ -2,13 +2,14 @@
 # make test   install the test extras into .venv and run the whole suite
 # make test-floors   the suite on the lowest versions that are admitted
 # make check  lint, types and tests, and the size of the source
+# make build  wheel and sdist in dist/; the wheel is installed into an empty venv elsewhere and asked a question
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STORE ?= demo-kb
 
-.PHONY: demo test test-floors check lint types numbers clean
+.PHONY: demo test test-floors check lint types build numbers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py --store $(STORE)
@@ -31,6 +32,11 @@ lint: $(VENV)/.installed-dev
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
+
+build: $(VENV)/.installed-dev
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python tests/built_wheel.py dist
 
 numbers: $(VENV)/.installed
 	$(BIN)/python docs/numbers.py --store $(STORE)

@@ -138,13 +138,3 @@ def test_the_store_needs_neither_transformers_nor_the_engine() -> None:
     code = "import pdllm_store, sys; print([m for m in ('transformers', 'pdllm_rag') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
-
-
-def test_every_public_name_exists_where_it_is_said_to() -> None:
-    import pdllm_rag
-
-    assert sorted(pdllm_rag._HOMES) == sorted(pdllm_rag.__all__)
-    for name in pdllm_rag.__all__:
-        assert getattr(pdllm_rag, name) is not None
-    with pytest.raises(AttributeError, match="RagEngine"):
-        pdllm_rag.Nothing  # noqa: B018  (the access is the test)
