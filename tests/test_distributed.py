@@ -14,7 +14,6 @@ from pdllm_store import ChunkStore, LMDBStore, StoreMismatchError
 from ray_campaign import CHUNK_LEN, CHUNKS_EACH, Killer, by_one_process, by_workers, difference, write_documents
 
 from pdllm_rag import InputDocument
-from pdllm_rag.cli.main import build_parser
 from pdllm_rag.distributed.prefill import RayPrefill, _CountedEncoder, _Worker
 from pdllm_rag.distributed.writer import Place, RemoteStore, Writer
 from pdllm_rag.errors import ClusterError
@@ -158,14 +157,6 @@ def test_workers_are_one_for_each_gpu_or_share_the_cores(
         return
     with pytest.raises(ClusterError, match="has no GPU"):
         prefill._workers(nodes)
-
-
-def test_every_command_of_the_page_is_one() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "scale.md").read_text()
-    lines = [line.partition("#")[0] for line in page.splitlines() if line.startswith("pdllm ")]
-    assert len(lines) > 6
-    for line in lines:
-        build_parser().parse_args(line.split()[1:])
 
 
 @pytest.mark.usefixtures("ray_answers")

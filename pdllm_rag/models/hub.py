@@ -12,7 +12,6 @@ from pathlib import Path
 from pdllm_rag.errors import UnknownModelError
 
 BUNDLED = {"demo": Path(__file__).parent / "demo"}
-BUNDLED_ADAPTERS = {"demo-d2f": Path(__file__).parent / "demo-d2f"}
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SMALL = ["*.json", "merges.txt", "*.jinja", "LICENSE*"]
@@ -28,9 +27,8 @@ def locate(name: str, *, revision: str | None = None, weights: bool = True) -> P
     Raises:
         UnknownModelError: none of them, or the hub does not give it.
     """
-    bundled = {**BUNDLED, **BUNDLED_ADAPTERS}
-    if name in bundled:
-        return bundled[name]
+    if name in BUNDLED:
+        return BUNDLED[name]
     folder = Path(name).expanduser()
     if any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
         return folder
