@@ -66,9 +66,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_adapters(parser: argparse.ArgumentParser) -> None:
     """Add `--adapter` and `--canvas-adapter`."""
     parser.add_argument("--adapter", metavar="DIR", help="LoRA for every row; KV stored without it is not read with it")
-    parser.add_argument(
-        "--canvas-adapter", metavar="DIR", help="LoRA for decoder d2f, which acts on question and answer"
-    )
+    parser.add_argument("--canvas-adapter", metavar="DIR", help="LoRA for decoder d2f, on question and answer only")
 
 
 def adapters(args: argparse.Namespace) -> dict[str, Any]:
