@@ -65,8 +65,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_adapters(parser: argparse.ArgumentParser) -> None:
     """Add `--adapter` and `--canvas-adapter`."""
-    parser.add_argument("--adapter", metavar="DIR", help="LoRA for every row; KV stored without it is not read with it")
-    parser.add_argument("--canvas-adapter", metavar="DIR", help="LoRA for decoder d2f, such as demo-d2f")
+    parser.add_argument(
+        "--adapter", metavar="NAME", help="LoRA for every row; KV stored without it is not read with it"
+    )
+    parser.add_argument("--canvas-adapter", metavar="NAME", help="LoRA for decoder d2f, such as demo-d2f")
 
 
 def adapters(args: argparse.Namespace) -> dict[str, Any]:
