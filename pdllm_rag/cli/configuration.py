@@ -214,8 +214,9 @@ def _known(parser: argparse.ArgumentParser, command: Command = ()) -> dict[Comma
     """The options of every command; of one that has commands in it, those of all of them."""
     known = {command: _options(parser)}
     for word, inner in _inner(parser).items():
-        known |= (below := _known(inner, (*command, word)))
-        known[command] = known[command] | below[(*command, word)]
+        below = (*command, word)
+        known |= _known(inner, below)
+        known[command] = known[command] | known[below]
     return known
 
 

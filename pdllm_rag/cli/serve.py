@@ -62,6 +62,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
+def settings_variables() -> set[str]:
+    """The environment variables of the server's settings."""
+    from pdllm_rag.server import ServerSettings
+
+    return {f"PDLLM_{name.upper()}" for name in ServerSettings.model_fields}
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; running answers are finished or given up, and the store is closed."""
     import uvicorn

@@ -106,7 +106,7 @@ class Recomputing:
                     except (ChunkNotFoundError, RecordDamagedError):
                         continue  # it was deleted, evicted or damaged since it was found sound
                     n_compared += 1
-                    if not self._difference(stored, kv) <= TOLERANCE[self._kv_dtype]:  # NaN is no agreement
+                    if not difference(stored, kv) <= TOLERANCE[self._kv_dtype]:  # NaN is no agreement
                         differing.append(meta.chunk_id)
         return Comparison(n_compared, differing)
 
@@ -137,15 +137,15 @@ class Recomputing:
         # Copies: a chunk that is a part of its batch's tensor would keep all of it in memory.
         return ChunkKV(*(t.detach().to("cpu", dtype).clone(memory_format=torch.contiguous_format) for t in kv))
 
-    @staticmethod
-    def _difference(stored: ChunkKV, computed: ChunkKV) -> float:
-        """The largest relative L2 distance of a layer's keys or values."""
-        largest = torch.zeros(())
-        for a, b in zip(stored, computed, strict=True):
-            held, again = a.to(torch.float32).flatten(1), b.to("cpu", torch.float32).flatten(1)
-            distance = (held - again).norm(dim=1) / again.norm(dim=1).clamp_min(1e-30)
-            largest = torch.maximum(largest, distance.max())  # keeps a NaN
-        return float(largest)
+
+def difference(stored: ChunkKV, computed: ChunkKV) -> float:
+    """The largest relative L2 distance of a layer's keys or values."""
+    largest = torch.zeros(())
+    for a, b in zip(stored, computed, strict=True):
+        held, again = a.to(torch.float32).flatten(1), b.to("cpu", torch.float32).flatten(1)
+        distance = (held - again).norm(dim=1) / again.norm(dim=1).clamp_min(1e-30)
+        largest = torch.maximum(largest, distance.max())  # keeps a NaN
+    return float(largest)
 
 
 @contextmanager
