@@ -218,7 +218,7 @@ def test_of_options_that_exclude_each_other_the_one_that_counts_first_is_kept(
 
 
 def test_no_variable_has_two_meanings() -> None:
-    known = configuration._known(build_parser())
+    known = configuration.known_options(build_parser())
     names = [
         "_".join((*command, option)).upper().replace("-", "_")
         for command, options in known.items()
@@ -231,7 +231,7 @@ def test_no_variable_has_two_meanings() -> None:
 def test_the_servers_own_variables_mean_what_the_options_mean() -> None:
     fields = set(ServerSettings.model_fields)
     assert fields == IN_BOTH | OTHERWISE.keys() | set(serve.LIMITS)
-    known = configuration._known(build_parser())
+    known = configuration.known_options(build_parser())
     own = fields - OTHERWISE.keys() | {option for option in OTHERWISE.values() if option}
     assert own <= known[("serve",)].keys()
     for command, options in known.items():  # else a limit would be another command's option, too

@@ -18,7 +18,7 @@ from pdllm_rag.cli.values import KeyValues
 
 FILE_NAME = "pdllm.toml"
 _FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_PATHS = ("DIR", "FILE", "PATH")  # how options of paths name their values
+DIRECTORIES, FILES = "DIR", ("FILE", "PATH")  # how arguments name values that are paths
 _REPEATED = (argparse._AppendAction, KeyValues)
 Command = tuple[str, ...]  # the words of a command, such as ("eval", "qa"); () is every command
 
@@ -97,7 +97,7 @@ def find(parser: argparse.ArgumentParser) -> Configuration:
         ValueError: the file is no TOML, or holds a table or key that is no command or option.
         OSError: it cannot be read.
     """
-    known = _known(parser)
+    known = known_options(parser)
     variables = {
         "_".join(("PDLLM", *command, option)).upper().replace("-", "_"): (command, option)
         for command, options in known.items()
@@ -190,14 +190,15 @@ def _chosen(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Comma
     words = argv[: list(argv).index("--")] if "--" in argv else argv
     command: Command = ()
     for word in () if {"-h", "--help"} & set(words) else words:
-        if not word.startswith("-") and (inner := _inner(parser)):
+        if not word.startswith("-") and (inner := inner_parsers(parser)):
             if word not in inner:
                 break
             parser, command = inner[word], (*command, word)
-    return command, None if not command or _inner(parser) else parser
+    return command, None if not command or inner_parsers(parser) else parser
 
 
-def _inner(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+def inner_parsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """The parsers of the commands in a command, by name."""
     found = (a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return next(found, {})
 
@@ -210,12 +211,12 @@ def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     }
 
 
-def _known(parser: argparse.ArgumentParser, command: Command = ()) -> dict[Command, dict[str, argparse.Action]]:
+def known_options(parser: argparse.ArgumentParser, command: Command = ()) -> dict[Command, dict[str, argparse.Action]]:
     """The options of every command; of one that has commands in it, those of all of them."""
     known = {command: _options(parser)}
-    for word, inner in _inner(parser).items():
+    for word, inner in inner_parsers(parser).items():
         below = (*command, word)
-        known |= _known(inner, below)
+        known |= known_options(inner, below)
         known[command] = known[command] | known[below]
     return known
 
@@ -251,7 +252,7 @@ def _words(action: argparse.Action, entry: Entry) -> list[str]:
     if not all(isinstance(part, (str, int, float)) and not isinstance(part, bool) for part in parts):
         raise ValueError(f"{entry.origin}: got {value!r}, expected text or a number{', or a list of them' * many}")
     words = [str(part) for part in parts]
-    if action.metavar in _PATHS:
+    if action.metavar in (DIRECTORIES, *FILES):
         words = [_from(entry.folder, word) for word in words]
     return words if many else [",".join(words)]
 

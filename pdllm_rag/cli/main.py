@@ -16,11 +16,11 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from pdllm_rag.cli import ask, bench, doctor, eval, models, prefill, serve, store, train
+from pdllm_rag.cli import ask, bench, completion, doctor, eval, models, prefill, serve, store, train
 from pdllm_rag.cli.configuration import parse_args
 from pdllm_rag.cli.console import log_to_stderr, say
 
-MODULES = (prefill, ask, serve, store, models, eval, bench, train, doctor)
+MODULES = (prefill, ask, serve, store, models, eval, bench, train, doctor, completion)
 
 # How long an OpenMP thread spins before it sleeps. With the default, one other busy process on a two-core machine slows
 # matrix products fifteenfold, because threads that wait hold the cores that the others need (docs/log.md).
