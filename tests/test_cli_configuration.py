@@ -250,6 +250,26 @@ def test_limits_of_the_server_reach_it_from_the_file(here: Path, monkeypatch: py
     assert settings.allowed_hosts == ("a", "b")
 
 
+def test_a_store_for_all_commands_is_not_for_those_that_do_something_else_with_one(here: Path) -> None:
+    file = write(here / "pdllm.toml", "[default]\nstore = 'kb'\ncache = 'c'\n[eval]\nstore = 'kb'\n")
+    lines = ("eval longbench --data f", "eval infinitebench --data f", "eval retrieval --data f", "bench decoders")
+    for line in lines:
+        assert (parsed(line).store, parsed(line).cache) == (None, None)
+    assert parsed("eval qa --data f").store == str(here / "kb")
+    for line in lines:
+        file.write_text(f"[{'.'.join(line.split()[:2])}]\nstore = 'own'\n")
+        assert parsed(line).store == str(here / "own")
+
+
+def test_the_documented_file_is_read(here: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
+    write(here / "pdllm.toml", page.partition("```toml\n")[2].partition("```")[0])
+    args = parsed("ask q")
+    assert (args.store, args.k, args.filter, args.stop) == (str(here / "kb"), 3, {"year": "2025"}, ["\n\n"])
+    assert parsed("eval qa").data == str(here / "questions.jsonl")
+    assert (parsed("serve").port, parsed("serve").request_seconds) == (8080, "60")
+
+
 def test_a_broken_file_does_not_keep_help_from_being_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(here / "pdllm.toml", "[nonsense]\n")
     with pytest.raises(SystemExit) as leaving:

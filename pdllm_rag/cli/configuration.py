@@ -61,13 +61,14 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
     command, leaf = _chosen(parser, argv)
     if leaf is None:
         return parser.parse_args(argv)
-    options = _options(leaf)
+    options, own = _options(leaf), leaf.get_default("own_options") or ()
     try:
         configuration = find(parser)
         found = {
             option: Found(_read(leaf, options[option], entry), entry)
             for entry in reversed(configuration.entries)
-            if (option := entry.option) in options and entry.command == command[: len(entry.command)]
+            if (option := entry.option) in options
+            and entry.command == (command if option in own else command[: len(entry.command)])
         }
         defaults = {option: action.default for option, action in options.items()}
         for option, action in options.items():
