@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from pdllm_rag.cli.configuration import DIRECTORIES, FILES, inner_parsers
 
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _mark_paths(parser: argparse.ArgumentParser, kinds: dict[str, dict[str, str]]) -> None:
+def _mark_paths(parser: argparse.ArgumentParser, kinds: Mapping[str, Any]) -> None:
     """Set what shtab goes by: `complete` of every argument whose value is a path."""
     for action in parser._actions:
         if isinstance(action.metavar, str) and action.metavar in kinds:
