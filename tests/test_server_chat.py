@@ -61,6 +61,7 @@ def test_the_model_is_listed_under_its_name_not_its_folder(model: str, engine: R
     own = site.client.get("/v1/models").json()["data"][0]["pdllm"]
     assert own["defaults"]["k"] == engine.options.k
     assert own["limits"]["max_k"] == 32
+    assert own["limits"]["max_answer_tokens"] == 512
     assert "static_kv" in own["decoders"]
 
 

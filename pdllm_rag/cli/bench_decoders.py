@@ -33,7 +33,8 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_model(parser)
     answers = parser.add_argument_group("answers")
     answers.add_argument("--questions", metavar="FILE", help="as for `pdllm eval qa`; needs --store")
-    add_store(parser, help="folder or URL of the store that is asked", required=False, may_read_only=True)
+    about = "folder or URL of the store that is asked"
+    add_store(parser, help=about, required=False, may_read_only=True, shared=False)
     answers.add_argument(
         "--setting",
         type=_setting,

@@ -45,7 +45,7 @@ def add_parser(measures: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "--max-new-tokens", type=positive_int, metavar="N", help="most answer tokens (default: each task's own)"
         )
         add_model(parser)
-        add_store(parser, help="keep the contexts' KV there (default: none is kept)", required=False)
+        add_store(parser, help="keep the contexts' KV there (default: none is kept)", required=False, shared=False)
         parser.add_argument(
             "--chunk-len", type=positive_int, metavar="N", help="tokens of a chunk with its BOS (default: the family's)"
         )

@@ -46,7 +46,7 @@ def add_parser(measures: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "candidates. A line is a JSON object: question, answers, doc_ids (as for qa).",
     )
     parser.add_argument("--data", required=True, metavar="FILE", help="questions, one JSON object per line")
-    add_store(parser, help="folder or URL of the store", required=False, may_read_only=True)
+    add_store(parser, help="folder or URL of the store", required=False, may_read_only=True, shared=False)
     parser.add_argument(
         "--documents",
         nargs="+",

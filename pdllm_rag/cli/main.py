@@ -16,10 +16,11 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from pdllm_rag.cli import ask, bench, eval, models, plan, prefill, serve, store, train
+from pdllm_rag.cli import ask, bench, completion, doctor, eval, models, plan, prefill, serve, store, train
+from pdllm_rag.cli.configuration import parse_args
 from pdllm_rag.cli.console import log_to_stderr, say
 
-MODULES = (prefill, ask, serve, store, models, plan, eval, bench, train)
+MODULES = (prefill, ask, serve, store, models, plan, eval, bench, train, doctor, completion)
 
 # How long an OpenMP thread spins before it sleeps. With the default, one other busy process on a two-core machine slows
 # matrix products fifteenfold, because threads that wait hold the cores that the others need (docs/log.md).
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to stop
-    args = build_parser().parse_args(argv)
+    args = parse_args(build_parser(), sys.argv[1:] if argv is None else argv)
     verbose = getattr(args, "verbose", False)
     try:
         with log_to_stderr(verbose=verbose):

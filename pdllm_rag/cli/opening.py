@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pdllm_rag.engine import RagEngine
 
 KEY_BYTES = 32
+STORE_OPTIONS = ("store", "cache", "cache_bytes", "key_file", "read_only")
 _MOST_BYTES = 4096  # that are read of a key file
 
 
@@ -26,8 +27,14 @@ def add_store(
     help: str = "folder or URL of the store",
     required: bool = True,
     may_read_only: bool = False,
+    shared: bool = True,
 ) -> None:
-    """Add `--store`, its cache and `--key-file`, and `--read-only` to a command that needs to change nothing."""
+    """Add `--store`, its cache and `--key-file`, and `--read-only` to a command that needs to change nothing.
+
+    With `shared` False a store that is configured for several commands is not for this one.
+    """
+    if not shared:
+        parser.set_defaults(own_options=STORE_OPTIONS)
     parser.add_argument("--store", required=required, metavar="DIR", help=help)
     parser.add_argument(
         "--cache",
@@ -65,8 +72,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_adapters(parser: argparse.ArgumentParser) -> None:
     """Add `--adapter` and `--canvas-adapter`."""
-    parser.add_argument("--adapter", metavar="DIR", help="LoRA for every row; KV stored without it is not read with it")
-    parser.add_argument("--canvas-adapter", metavar="DIR", help="LoRA for decoder d2f, on question and answer only")
+    parser.add_argument(
+        "--adapter", metavar="NAME", help="LoRA for every row; KV stored without it is not read with it"
+    )
+    parser.add_argument("--canvas-adapter", metavar="NAME", help="LoRA for decoder d2f, on question and answer only")
 
 
 def adapters(args: argparse.Namespace) -> dict[str, Any]:

@@ -17,6 +17,13 @@ from pdllm_rag.cli.values import positive_int
 if TYPE_CHECKING:
     from pdllm_rag.engine import RagEngine
 
+# Those settings of the server that no list of options needs to show; a test keeps them equal to the server's.
+LIMITS = (
+    *("max_waiting", "request_seconds", "shutdown_seconds", "max_question_bytes", "max_question_chars", "max_k"),
+    *("max_answer_tokens", "max_history_tokens", "max_json_bytes", "max_upload_bytes", "max_file_bytes"),
+    *("max_document_chars", "max_documents", "max_jobs", "parse_seconds", "parse_bytes"),
+)
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
@@ -24,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "serve",
         help="answer questions over HTTP",
         description="Serve a store: POST /v1/qa, an OpenAI-shaped POST /v1/chat/completions, documents, metrics and a "
-        "web page. Further limits are environment variables, see docs/server.md.",
+        "web page. Further limits are options, too: docs/server.md has them.",
     )
     add_store(parser, help="folder or URL of the store; it is made if there is none", may_read_only=True)
     add_model(parser)
@@ -50,7 +57,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--cors-origin", action="append", metavar="ORIGIN", help="other site whose pages may use the server"
     )
     parser.add_argument("--max-batch", type=positive_int, metavar="N", help="questions answered together (default: 8)")
+    for name in LIMITS:
+        parser.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
+
+
+def settings_variables() -> set[str]:
+    """The environment variables of the server's settings."""
+    from pdllm_rag.server import ServerSettings
+
+    return {f"PDLLM_{name.upper()}" for name in ServerSettings.model_fields}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         "allowed_hosts": args.allow_host,
         "cors_origins": args.cors_origin,
         "max_batch": args.max_batch,
+        **{name: getattr(args, name) for name in LIMITS},
     }
     settings = ServerSettings(**{name: value for name, value in given.items() if value is not None})
     settings.check_bind()

@@ -62,7 +62,8 @@ def add_actions(actions: Actions) -> None:
 
 
 def _complaint(args: argparse.Namespace) -> str:
-    if args.recompute is None and (args.model is not None or args.seed is not None):
+    typed = [n for n in ("model", "seed") if getattr(args, n) is not None and n not in args.configured]
+    if args.recompute is None and typed:
         return "--model and --seed say what --recompute computes again, and --recompute is missing"
     if args.repair and args.read_only:
         return "--repair changes the store, and --read-only refuses that; expected one of them"

@@ -110,7 +110,7 @@ class KeyValues(Action):
         key, equals, text = values.partition("=")
         if not key or not equals:
             raise ArgumentError(self, f"got {values!r}, expected KEY=VALUE")
-        held = getattr(namespace, self.dest)
+        held = getattr(namespace, self.dest, {})
         if key in held:
             raise ArgumentError(self, f"got the key {key!r} twice, expected it once")
         setattr(namespace, self.dest, {**held, key: self.value(text)})

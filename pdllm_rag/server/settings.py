@@ -32,7 +32,7 @@ class ServerSettings(BaseSettings):
         request_seconds: from a question's arrival to the end of its answer.
         shutdown_seconds: that running answers get when the server is stopped.
         max_question_bytes: of the body of a question or conversation.
-        max_question_chars, max_k, max_new_tokens: of one question.
+        max_question_chars, max_k, max_answer_tokens: of one question.
         max_history_tokens: of a conversation before its last question; the oldest turns are left out.
         max_json_bytes, max_upload_bytes: of the body of a request that brings documents, as JSON or as files.
         max_file_bytes: of each file; max_document_chars: of the text of each document.
@@ -57,7 +57,7 @@ class ServerSettings(BaseSettings):
     max_question_bytes: PositiveInt = 256 * 2**10
     max_question_chars: PositiveInt = 8000
     max_k: PositiveInt = 32
-    max_new_tokens: PositiveInt = 512
+    max_answer_tokens: PositiveInt = 512
     max_history_tokens: Annotated[int, Field(ge=0)] = 512
     max_json_bytes: PositiveInt = 8 * 2**20
     max_upload_bytes: PositiveInt = 64 * 2**20

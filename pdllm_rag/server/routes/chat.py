@@ -111,7 +111,7 @@ def router(services: Services) -> APIRouter:
             },
             "limits": {
                 name: getattr(settings, name)
-                for name in ("max_k", "max_new_tokens", "max_question_chars", "max_file_bytes", "max_documents")
+                for name in ("max_k", "max_answer_tokens", "max_question_chars", "max_file_bytes", "max_documents")
             },
         }
         model = {"id": name, "object": "model", "created": started, "owned_by": "pdllm-rag", "pdllm": own}
@@ -125,7 +125,7 @@ def router(services: Services) -> APIRouter:
         if body.response_format and body.response_format.get("type") != "text":
             raise ApiError(422, "only text answers are offered", "unsupported", param="response_format")
         options = body.options()
-        services.check_limit("max_tokens", options.get("max_new_tokens"), services.settings.max_new_tokens)
+        services.check_limit("max_tokens", options.get("max_new_tokens"), services.settings.max_answer_tokens)
         messages = [message.plain() for message in body.messages]
         question = messages[-1]["content"]
         alone = body.retrieval is False or (body.retrieval is None and _ERRANDS.search(question) is not None)

@@ -57,7 +57,7 @@ def router(services: Services) -> APIRouter:
         """
         services.check_question(body.question)
         services.check_limit("k", body.k, services.settings.max_k)
-        services.check_limit("max_new_tokens", body.max_new_tokens, services.settings.max_new_tokens)
+        services.check_limit("max_new_tokens", body.max_new_tokens, services.settings.max_answer_tokens)
         if not body.stream:
             return JSONResponse(_result(await services.answer(request, body.question, **body.options()), services))
         events = services.ask(request, body.question, **body.options())

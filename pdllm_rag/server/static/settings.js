@@ -49,7 +49,7 @@ export function setUp(changedKey) {
 /** Fill in what the server offers. */
 export function offer({ defaults, limits, decoders, policies }) {
   $("k").max = Math.min(limits.max_k, 16);
-  $("max_new_tokens").max = limits.max_new_tokens;
+  $("max_new_tokens").max = limits.max_answer_tokens;
   for (const [name, values] of [["decoder", decoders], ["policy", policies]]) {
     $(name).replaceChildren(...values.map((value) => h("option", { value }, `${value}: ${WORDS[value] ?? "experimental"}`)));
   }
