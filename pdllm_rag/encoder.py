@@ -25,6 +25,7 @@ from pdllm_rag.attention import block_masks, causal_block
 from pdllm_rag.lanes import CudaLane, Lane, Mark
 from pdllm_rag.models.backbone import Backbone
 from pdllm_rag.models.loader import LoadedModel
+from pdllm_rag.teams import passing_team
 
 LEAST_BATCH_TOKENS = 1024  # and the batch of a CPU
 GPU_BATCH_TOKENS = 16384  # at most: more do not make a GPU faster
@@ -95,7 +96,8 @@ class ChunkEncoder:
         The tensors stay as they are for as long as they are held.
         """
         if self._lane is None:
-            yield from map(self._encode, self._cut(chunks))
+            with passing_team():
+                yield from map(self._encode, self._cut(chunks))
             return
         leaving: deque[_Leaving] = deque()
         for batch in self._cut(chunks):

@@ -40,6 +40,7 @@ from pdllm_rag.resolving import AskedIn, Resolver
 from pdllm_rag.retrieval import Retriever, Selection
 from pdllm_rag.scoring import ScoringOptions
 from pdllm_rag.stages import FirstStages
+from pdllm_rag.teams import passing_team
 from pdllm_rag.together import Asked
 
 MAX_ATTEMPTS = 5  # of retrieving from a store that changes meanwhile
@@ -231,6 +232,7 @@ class RagEngine:
 
     # -- questions ---------------------------------------------------------------------------------------------
 
+    @passing_team()
     def retrieve(self, question: str, k: int | None = None, **changes: Any) -> list[Retrieved]:
         """The k best chunks for a question, best first; with `score_window` (None: the family's) only those within it.
 
@@ -269,10 +271,9 @@ class RagEngine:
         Raises:
             RequestError, StoreError, NumericsError, ValueError; EmptyDocumentError for a `context` without text.
         """
-        for event in self.stream(question, chunk_ids=chunk_ids, context=context, options=options, **changes):
-            if isinstance(event, Final):
-                return event.answer
-        raise AssertionError("a stream ends with its Final event")
+        *_, last = self.stream(question, chunk_ids=chunk_ids, context=context, options=options, **changes)
+        assert isinstance(last, Final)
+        return last.answer
 
     def stream(
         self,
@@ -324,10 +325,9 @@ class RagEngine:
 
     async def aanswer(self, question: str | Messages, **arguments: Any) -> Answer:
         """`answer` in a thread; cancelling the task stops the decoding at its next step."""
-        async for event in self.astream(question, **arguments):
-            if isinstance(event, Final):
-                return event.answer
-        raise AssertionError("a stream ends with its Final event")
+        *_, last = [event async for event in self.astream(question, **arguments)]
+        assert isinstance(last, Final)
+        return last.answer
 
     async def astream(self, question: str | Messages, **arguments: Any) -> AsyncGenerator[StreamEvent, None]:
         """`stream` in a thread; leaving the loop or cancelling the task stops the decoding at its next step."""
@@ -335,8 +335,9 @@ class RagEngine:
         given = arguments.pop("cancel", None) or options.cancel
         cancel = EitherEvent(given)
         events = self.stream(question, options=options, cancel=cancel, **arguments)
+        step = passing_team()(next)  # each may be in another thread
         try:
-            while (event := await asyncio.to_thread(next, events, None)) is not None:
+            while (event := await asyncio.to_thread(step, events, None)) is not None:
                 yield event
         finally:
             cancel.set()

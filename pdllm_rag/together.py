@@ -14,6 +14,7 @@ from pdllm_rag.clock import Clock
 from pdllm_rag.config import AskOptions
 from pdllm_rag.events import Messages, StreamEvent
 from pdllm_rag.reading import Found
+from pdllm_rag.teams import passing_team
 
 Tagged = tuple[int, StreamEvent | Exception]
 
@@ -29,10 +30,11 @@ class Asked:
 
     def events(self) -> Iterator[StreamEvent]:
         """Answer it alone; what `stream_together` hands on as an error is raised."""
-        for _, event in stream_together([self]):
-            if isinstance(event, Exception):
-                raise event
-            yield event
+        with passing_team():
+            for _, event in stream_together([self]):
+                if isinstance(event, Exception):
+                    raise event
+                yield event
 
 
 def stream_together(questions: Sequence[Asked]) -> Iterator[Tagged]:

@@ -35,6 +35,7 @@ LAYERS = (
         "pdllm_rag.numerics",
         "pdllm_rag.planning",
         "pdllm_rag.squeezing",
+        "pdllm_rag.teams",
         "pdllm_rag.templates",
         "pdllm_rag.lexical_tables",
         "pdllm_rag.lexical_file",

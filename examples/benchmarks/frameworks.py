@@ -9,6 +9,7 @@ in `<store>.answers.json` as they come, so that a run that was stopped goes on. 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -76,10 +77,13 @@ def ways(place: Mapping[str, str], window: float) -> dict[str, Ask]:
     near, all_k = PDLLMRetriever(**place, score_window=window), PDLLMRetriever(**place)
     nodes = NodeRetriever(**place, score_window=window)
     found: dict[str, Any] = {"engine": lambda q: by_engine(engine.answer(q))}
+    found["engine, async"] = lambda q: by_engine(asyncio.run(engine.aanswer(q)))
     found["engine, all k"] = lambda q: by_engine(engine.answer(q, score_window=math.inf))
     for name, template in TEMPLATES.items():
         found[f"langchain 1, {name}"] = lambda q, t=template: by_langchain(chain(near, chat, t).invoke(q))
         found[f"langchain 1, {name}, all k"] = lambda q, t=template: by_langchain(chain(all_k, chat, t).invoke(q))
+    tutorial = chain(near, chat, TEMPLATES["tutorial"])
+    found["langchain 1, tutorial, async"] = lambda q: by_langchain(asyncio.run(tutorial.ainvoke(q)))
     found["langchain 2"] = lambda q: by_langchain(chat.invoke([as_message(near.invoke(q), q)]))
     found["langchain 3"] = lambda q: by_langchain(chat.invoke(q))
     seen: list[dict[str, Any]] = []
@@ -95,6 +99,7 @@ def ways(place: Mapping[str, str], window: float) -> dict[str, Ask]:
     synthesized = RetrieverQueryEngine(nodes, response_synthesizer=PDLLMSynthesizer(llm))
     found["llama_index 2"] = lambda q: by_llama_index(synthesized.query(q))
     found["llama_index 3"] = lambda q: by_llama_index(PDLLMQueryEngine(llm).query(q))
+    found["llama_index 3, async"] = lambda q: by_llama_index(asyncio.run(PDLLMQueryEngine(llm).aquery(q)))
     return found
 
 
@@ -146,7 +151,7 @@ def figures(done: Mapping[str, dict[str, Any]], questions: Sequence[Question], w
 
 def times(asks: Mapping[str, Ask], questions: Sequence[Question], repeat: int, engine: RagEngine) -> dict[str, Any]:
     """Seconds of whole questions, and their ratio to the engine's within the same turn."""
-    names = ("engine", "langchain 1, tutorial", "langchain 2", "langchain 3", "llama_index 1", "llama_index 3")
+    names = [name for name in asks if "rag-prompt" not in name and "all k" not in name]
     ms: dict[str, list[float]] = {name: [] for name in names}
     for question in questions:
         runs = {name: (lambda ask=asks[name], text=question.text: ask(text)) for name in names}

@@ -29,6 +29,7 @@ from pdllm_rag.models.shards import Entry, read_entries, weight_files
 from pdllm_rag.models.spec import ModelSpec
 from pdllm_rag.models.tokenizer import Tokenizer
 from pdllm_rag.models.vocabulary import read_json
+from pdllm_rag.teams import passing_team
 
 __all__ = ["BUNDLED", "LoadedModel", "load_model", "locate", "read_spec", "weight_files", "weights_digest"]
 
@@ -87,6 +88,7 @@ def read_fingerprint(name: str, kv_dtype: KVDtype) -> ModelFingerprint:
     return _fingerprint(spec, tokenizer, rope, digest, "", kv_dtype=kv_dtype)
 
 
+@passing_team()
 def load_model(
     name: str,
     *,

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pdllm_rag.errors import GenerationCancelled
 from pdllm_rag.events import StreamEvent
 from pdllm_rag.server.failures import ApiError
+from pdllm_rag.teams import passing_team
 from pdllm_rag.together import Asked, stream_together
 
 SMOOTHING = 0.2  # of the newest batch in the mean time of a question
@@ -127,8 +128,9 @@ class Worker:
             started = time.perf_counter()
             self._on_batch(len(batch))
             try:
-                for index, event in stream_together([ticket.asked for ticket in batch]):
-                    batch[index].tell(event)
+                with passing_team():
+                    for index, event in stream_together([ticket.asked for ticket in batch]):
+                        batch[index].tell(event)
             except Exception as error:  # handed on; the worker outlives whatever a batch does
                 for ticket in batch:
                     ticket.tell(error)
