@@ -154,7 +154,7 @@ def test_a_growing_store_is_asked_at_every_size(tiny_model: LoadedModel, tmp_pat
 def command(engine: RagEngine, tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Runs a command line with small shapes against the engine's store and model."""
     monkeypatch.setattr(RagEngine, "open", lambda *_, **__: engine)
-    monkeypatch.setattr("pdllm_rag.models.load_model", lambda _: tiny_model)
+    monkeypatch.setattr("pdllm_rag.models.load_model", lambda *_, **__: tiny_model)
     monkeypatch.setattr(
         "pdllm_rag.bench.query.bench_query",
         lambda *a, shapes, **k: bench_query(*a, **k, shapes=replace(TINY, steps=shapes.steps)),
