@@ -188,15 +188,17 @@ def _loaded(
     source: ChunkStore, chunk_ids: Sequence[ChunkId], fingerprint: ModelFingerprint, recompute: Recompute | None
 ) -> Iterator[Sequence[tuple[ChunkMeta, ChunkKV]]]:
     """Chunks of a source; those that it has evicted are computed again."""
-    gone = source.missing(chunk_ids)
+    gone = dict.fromkeys(source.missing(chunk_ids))
     if gone and recompute is None:
         raise ChunkNotFoundError(
             f"{source.path} lacks the KV of {len(gone)} chunks (evicted, or damaged and dropped), the first is "
-            f"{gone[0].hex()}, and no model is there to compute them; merge with a sample above 0",
+            f"{next(iter(gone)).hex()}, and no model is there to compute them; merge with a sample above 0",
             tuple(gone),
         )
     batch: list[tuple[ChunkMeta, ChunkKV]] = []
-    for chunk_id in [chunk_id for chunk_id in chunk_ids if chunk_id not in set(gone)]:
+    for chunk_id in chunk_ids:
+        if chunk_id in gone:
+            continue
         meta = source.meta(chunk_id)
         batch.append((meta, _empty(len(meta.token_ids), fingerprint)))
         if sum(len(each.token_ids) for each, _ in batch) * fingerprint.bytes_per_token >= _BYTES_AT_ONCE:
