@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from pdllm_store import ObjectChunkStore
 
 
 @pytest.fixture
@@ -27,3 +29,23 @@ def run_child() -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A place for a far store."""
+    return (tmp_path / "far").as_uri()
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[ObjectChunkStore]:
+    """A far store; modules about other stores have a fixture of this name of their own."""
+    with ObjectChunkStore.open(url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def other(store: ObjectChunkStore) -> Iterator[ObjectChunkStore]:
+    """Another machine's handle on the same store."""
+    with ObjectChunkStore.open(store.path) as opened:
+        yield opened

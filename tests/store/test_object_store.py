@@ -33,25 +33,6 @@ from pdllm_store.garbage import RENEW_S
 from pdllm_store.published import chunk_name
 from pdllm_store.testing import add_chunks, make_document, random_chunk, tiny_fingerprint
 
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return (tmp_path / "far").as_uri()
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[ObjectChunkStore]:
-    with ObjectChunkStore.open(url) as opened:
-        yield opened
-
-
-@pytest.fixture
-def other(store: ObjectChunkStore) -> Iterator[ObjectChunkStore]:
-    """Another machine's handle on the same store."""
-    with ObjectChunkStore.open(store.path) as opened:
-        yield opened
-
-
 # -- opening -------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +26,6 @@ from pdllm_store import (
 from pdllm_store.bucket import Bucket
 from pdllm_store.published import chunk_name
 from pdllm_store.testing import add_chunks, bits, make_document, random_chunk
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return (tmp_path / "far").as_uri()
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[ObjectChunkStore]:
-    with ObjectChunkStore.open(url) as opened:
-        yield opened
-
-
-@pytest.fixture
-def other(store: ObjectChunkStore) -> Iterator[ObjectChunkStore]:
-    """Another machine's handle on the same store."""
-    with ObjectChunkStore.open(store.path) as opened:
-        yield opened
-
 
 # -- publishing ----------------------------------------------------------------------------------------------
 

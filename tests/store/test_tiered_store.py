@@ -35,11 +35,6 @@ WIDE = tiny_fingerprint(n_layers=40)  # chunks of some 100 KB
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    return (tmp_path / "far").as_uri()
-
-
-@pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
