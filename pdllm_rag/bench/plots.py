@@ -39,6 +39,21 @@ def check_matplotlib() -> None:
         raise ValueError("--plot needs the package matplotlib, which is not installed; run pip install matplotlib")
 
 
+def blank(size: tuple[float, float]) -> Any:
+    """An empty figure of so many inches, which needs no screen and leaves matplotlib's settings alone.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    check_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def plot_attention(figures: Mapping[str, Any], path: str | Path) -> None:
     """A layer's time over context length against the floor, a panel for each kind of heads and number of query rows."""
     panels: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
@@ -132,12 +147,7 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, list[tuple
 
 
 def _canvas(n_rows: int, n_columns: int, machine: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-    check_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5 * n_columns, 5.0 * n_rows + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank((7.5 * n_columns, 5.0 * n_rows + 0.6))
     versions = f"torch {machine['torch']}" + (f", triton {machine['triton']}" if machine.get("triton") else "")
     figure.suptitle(f"{machine['device']}, {versions}", fontsize=FONT_SIZE + 1)
     axes = figure.subplots(n_rows, n_columns, squeeze=False)

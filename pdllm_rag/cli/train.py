@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
                 noise = MonotoneNoise(args.block_len, (args.noise[0], args.noise[1]))
                 folder = runs.train_d2f(settings, lora, report, noise)
     if args.plot is not None:
-        from pdllm_rag.training.curves import plot_curves
+        from pdllm_rag.evaluation.plots import plot_curves
 
         plot_curves(settings.folder / "log.jsonl", args.plot)
     if args.json:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pdllm_rag.bench.plots import FONT_SIZE, check_matplotlib
+from pdllm_rag.bench.plots import FONT_SIZE, blank
 
 COLOUR_MAP = "RdYlBu"  # told apart by the colour-blind too
 DARK = (0.18, 0.82)  # shares of hits beyond which a cell's number is white
@@ -150,14 +151,34 @@ def plot_refusals(figures: Mapping[str, Any], path: str | Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def plot_curves(log: Path, path: str | Path) -> None:
+    """Loss and accuracy over steps of a training run's log: of training (a running mean) and of held-out texts."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    seen = [line for line in lines if "loss" in line]
+    held = [line for line in lines if "validation_loss" in line]
+    figure = blank((11, 4))
+    for axis, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
+        width = max(1, len(seen) // 50)
+        values = [line[name] for line in seen]
+        smooth = [
+            sum(values[max(0, n - width) : n + 1]) / len(values[max(0, n - width) : n + 1]) for n in range(len(seen))
+        ]
+        axis.plot([line["step"] for line in seen], smooth, color="#0b6e4f", label="training, running mean")
+        axis.plot(
+            [line["step"] for line in held],
+            [line[f"validation_{name}"] for line in held],
+            "o-", color="#c0392b", label="held-out texts",
+        )  # fmt: skip
+        axis.set_xlabel("step")
+        axis.set_ylabel(name if name == "loss" else "share of masked tokens that are named right")
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
 def _canvas(n_rows: int, n_columns: int, size: tuple[float, float], figures: Mapping[str, Any]) -> tuple[Any, Any]:
     """A figure and its axes, [n_rows][n_columns]."""
-    check_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(size)
     machine = figures["machine"]
     title = f"{figures['settings']['model']}, {machine['dtype']} on {machine['device']}, torch {machine['torch']}"
     figure.suptitle(title, fontsize=FONT_SIZE + 1)
