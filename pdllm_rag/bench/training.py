@@ -8,16 +8,13 @@ counted, so the share of the matrix rate is a lower bound.
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from pdllm_rag.bench.ceilings import measure_ceilings
-from pdllm_rag.bench.machine import Spread, describe
+from pdllm_rag.bench.machine import Spread, describe, take_turns
 from pdllm_rag.bench.shapes import layer_parameters
-from pdllm_rag.models.backbone import Backbone
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.training.adapters import LoraShape, adapted, trained
 from pdllm_rag.training.items import Block, Item, Shape
@@ -26,7 +23,6 @@ from pdllm_rag.training.noise import DiffusionNoise
 from pdllm_rag.training.objectives import Reading
 from pdllm_rag.training.rows import Batch, lay_out
 
-WARM_UP = 2
 CHUNK_LEN, QUESTION_LEN, ANSWER_LEN = 256, 32, 96
 
 
@@ -36,8 +32,7 @@ def bench_training(model: LoadedModel, *, n_rows: int, shape: Shape, lora: LoraS
     device, spec = backbone.device, model.spec
     ceilings = measure_ceilings(device, backbone.dtype)
     student = adapted(backbone.model, lora).train()
-    over = Backbone(student, backbone.rope, mask_id=spec.mask_id, forbidden_from=spec.n_tokens)
-    objective = Reading(over)
+    objective = Reading(backbone.over(student))
     masters = Masters(trained(student), ROUNDINGS["none"], decay=0.0, betas=(0.9, 0.95))
     batch = _batch(model, shape, n_rows).to(device)
 
@@ -45,11 +40,11 @@ def bench_training(model: LoadedModel, *, n_rows: int, shape: Shape, lora: LoraS
         objective(batch).loss.backward()  # type: ignore[no-untyped-call]
         masters.step(1e-5, clip=1.0)
 
-    seconds = _timed(step, steps, device)
+    ms = take_turns({"step": step}, steps, device=device)["step"]
     n_predicted = int((batch.weights > 0).sum())
-    head = spec.vocab_size * over.model.config.hidden_size
+    head = spec.vocab_size * backbone.model.config.hidden_size
     flops = 4 * layer_parameters(model) * batch.ids.numel() + 4 * head * batch.predicting.numel()
-    took = Spread.of(seconds)
+    took = Spread.of([one / 1000 for one in ms])
     return {
         "machine": describe(model)._asdict(),
         "model": spec.name,
@@ -83,15 +78,3 @@ def _batch(model: LoadedModel, shape: Shape, n_rows: int) -> Batch:
     )
     item = Item(chunks, blocks, "chunks", "sequential", CHUNK_LEN)
     return Batch.of([lay_out([item], shape, spec, DiffusionNoise(), rng) for _ in range(n_rows)])
-
-
-def _timed(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each step, after the first few."""
-    found = []
-    for _ in range(WARM_UP + steps):
-        started = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - started)
-    return found[WARM_UP:]

@@ -56,6 +56,10 @@ class Backbone:
         self.dtype: torch.dtype = model.model.embed_tokens.weight.dtype
         self.device: torch.device = model.model.embed_tokens.weight.device
 
+    def over(self, model: Any) -> Backbone:
+        """A plain backbone over another model of this shape, such as one with an adapter on it."""
+        return Backbone(model, self.rope, mask_id=self.mask_id, forbidden_from=self.forbidden_from)
+
     @torch.inference_mode()
     def hidden(self, ids: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Final normed hidden states [N, hidden] of packed token ids int64 [N]."""

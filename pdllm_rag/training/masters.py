@@ -106,6 +106,5 @@ class Masters:
                 key: state[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in state
             }
             if moments:
-                device = weight.device if weight.is_cuda else torch.device("cpu")
-                self.optimiser.state[weight] = {key: value.to(device) for key, value in moments.items()}
+                self.optimiser.state[weight] = {key: value.to(weight.device) for key, value in moments.items()}
         self.put()

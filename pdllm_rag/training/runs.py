@@ -78,7 +78,9 @@ class Subject(NamedTuple):
         folder = locate(name)
         dtype = torch.bfloat16 if target.type == "cuda" else torch.float32
         model, layout = load_modules(spec, folder, target, dtype)
-        return cls(spec, tokenizer, folder, model, layout, _backbone(spec, model, target))
+        rope = Rope.from_config(model.config, target)
+        backbone = Backbone(model, rope, mask_id=spec.mask_id, forbidden_from=spec.n_tokens)
+        return cls(spec, tokenizer, folder, model, layout, backbone)
 
 
 def adapt(run: Run, report: Report, noise: DiffusionNoise | None = None) -> Path:
@@ -102,7 +104,7 @@ def train_chunk_lora(run: Run, lora: LoraShape, report: Report, noise: Diffusion
     """
     subject = Subject.open(run.model, run.device)
     model = adapted(subject.model, lora).train()
-    objective = Reading(_backbone(subject.spec, model, subject.backbone.device))
+    objective = Reading(subject.backbone.over(model))
     masters = _train(run, subject, objective, trained(model), noise or DiffusionNoise(), asdict(lora), report)
     return _save(run, subject, masters, lora)
 
@@ -114,8 +116,7 @@ def train_d2f(run: Run, lora: LoraShape, report: Report, noise: MonotoneNoise | 
     """
     subject = Subject.open(run.model, run.device)
     student = adapted(subject.model, lora).train()
-    student_backbone = _backbone(subject.spec, student, subject.backbone.device)
-    objective = Forcing(subject.backbone, student_backbone, run.shape.context_len)
+    objective = Forcing(subject.backbone, subject.backbone.over(student), run.shape.context_len)
     masters = _train(run, subject, objective, trained(student), noise or MonotoneNoise(), asdict(lora), report)
     return _save(run, subject, masters, lora)
 
@@ -148,7 +149,3 @@ def _save(run: Run, subject: Subject, masters: Masters, lora: LoraShape) -> Path
     in_8_bits = run.rounding == "8bit"
     save_adapter(run.result, masters.weights, lora, subject.layout, base=run.model, in_8_bits=in_8_bits)
     return run.result
-
-
-def _backbone(spec: ModelSpec, model: Any, device: torch.device) -> Backbone:
-    return Backbone(model, Rope.from_config(model.config, device), mask_id=spec.mask_id, forbidden_from=spec.n_tokens)
