@@ -76,3 +76,10 @@ def test_a_model_that_is_to_be_made_smaller_needs_a_mask(pdllm: Pdllm, model: st
 def test_data_that_is_not_there_is_told(pdllm: Pdllm, model: str, tmp_path: Path) -> None:
     given = ("train", "adapt", "--model", model, "--out", str(tmp_path), *SMALL)
     assert "nowhere" in one_line(pdllm(*given, "--data", str(tmp_path / "nowhere.jsonl")))
+
+
+def test_checkpoints_are_rounded_and_load(pdllm: Pdllm, model: str, rows: Path, tmp_path: Path) -> None:
+    given = ("--model", model, model, "--data", str(rows), "--batches", "1", "--context-len", "512")
+    told = one_object(pdllm("train", "round", *given, "--canvas-len", "256", "--out", str(tmp_path), "--json"))
+    assert told["models"] == [model, model]
+    assert load_model(told["result"]).weights_digest != load_model(model).weights_digest

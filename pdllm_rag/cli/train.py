@@ -14,7 +14,7 @@ from pdllm_rag.cli.values import not_negative, positive_int, probability, seed, 
 
 if TYPE_CHECKING:
     from pdllm_rag.training.runs import Run
-    from pdllm_rag.training.texts import Corpus
+    from pdllm_rag.training.texts import Corpus, Mixture
 
 # Spelled out, so that `--help` needs no torch; a test keeps them equal to what they stand for.
 ROUNDINGS = ("none", "4bit", "8bit")
@@ -41,12 +41,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     kinds = parser.add_subparsers(metavar="KIND", dest="kind", required=True)
     for kind, about in ABOUT.items():
         _add_common(kinds.add_parser(kind, help=about, description=f"{about.capitalize()}. {DETAILS[kind]}"), kind)
+    about = "round the mean of checkpoints to 4 bits, calibrated on data (GPTQ)"
+    rounding = kinds.add_parser("round", help=about, description=f"{about.capitalize()}; on the CPU. The embedding is "
+                                "rounded to the nearest level.")  # fmt: skip
+    rounding.add_argument("--model", required=True, nargs="+", metavar="M", help="one or several of the same shape")
+    _add_data(rounding)
+    rounding.add_argument("--out", required=True, metavar="DIR", help="of the rounded checkpoint")
+    rounding.add_argument("--batches", type=positive_int, default=12, metavar="N",
+                          help="rows of data that it is calibrated with (default: 12)")  # fmt: skip
+    _add_row(rounding, context_len=1024, canvas_len=512)
+    rounding.add_argument("--seed", type=seed, default=0, metavar="N", help="of samples and masks (default: 0)")
+    rounding.add_argument("--json", action="store_true", help="print one JSON object and no progress")
+    rounding.set_defaults(run=run_round, recipe="short")
 
 
-def _add_common(parser: argparse.ArgumentParser, kind: str) -> None:
-    parser.add_argument(
-        "--model", required=True, metavar="M", help="where to begin: demo, a checkpoint's folder, an id"
-    )
+def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         required=True,
@@ -57,6 +66,20 @@ def _add_common(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument(
         "--exclude", nargs="+", default=[], metavar="PATH", help="texts never to be trained on, nor what resembles them"
     )
+
+
+def _add_row(parser: argparse.ArgumentParser, *, context_len: int, canvas_len: int) -> None:
+    parser.add_argument("--context-len", type=positive_int, default=context_len, metavar="N",
+                        help="positions of a row for the chunks of its samples (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--canvas-len", type=positive_int, default=canvas_len, metavar="N",
+                        help="positions of a row for their questions and answers (default: %(default)s)")  # fmt: skip
+
+
+def _add_common(parser: argparse.ArgumentParser, kind: str) -> None:
+    parser.add_argument(
+        "--model", required=True, metavar="M", help="where to begin: demo, a checkpoint's folder, an id"
+    )
+    _add_data(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="of the run; the result is in DIR/result")
     parser.add_argument("--steps", required=True, type=positive_int, metavar="N", help="batches; a run is resumed")
     parser.add_argument("--rows", type=positive_int, default=16, metavar="N", help="rows of a batch (default: 16)")
@@ -67,10 +90,7 @@ def _add_common(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that make batches (default: 0)")
     parser.add_argument("--recipe", choices=("short", "long"), default="long" if kind == "d2f" else "short",
                         help="mostly short answers, or sentences (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--context-len", type=positive_int, default=2048, metavar="N",
-                        help="positions of a row for the chunks of its samples (default: 2048)")  # fmt: skip
-    parser.add_argument("--canvas-len", type=positive_int, default=1152, metavar="N",
-                        help="positions of a row for their questions and answers (default: 1152)")  # fmt: skip
+    _add_row(parser, context_len=2048, canvas_len=1152)
     parser.add_argument(
         "--answer-lens", type=list_of(count), metavar="A,B,...", help="rows of an answer, one of them is drawn"
     )
@@ -139,20 +159,50 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace) -> Run:
-    from pdllm_rag.models.loader import read_spec
+def run_round(args: argparse.Namespace) -> int:
+    """Round and say where the result is."""
+    from pdllm_rag.training import runs
     from pdllm_rag.training.items import Shape
-    from pdllm_rag.training.loop import Plan
-    from pdllm_rag.training.runs import Run
+
+    shape = Shape(context_len=args.context_len, canvas_len=args.canvas_len)
+    with progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
+        task = bar.add_task("Rounding", total=None)
+
+        def report(layer: int) -> None:
+            bar.update(task, completed=layer + 1)
+
+        folder = runs.round_mean(
+            args.model, _mixtures(args, args.model[0])[0], Path(args.out), report,
+            shape=shape, n_batches=args.batches, seed=args.seed,
+        )  # fmt: skip
+    if args.json:
+        write_json({"result": str(folder), "models": args.model})
+    else:
+        results().print(f"rounded: {folder}", soft_wrap=True)
+    return 0
+
+
+def _mixtures(args: argparse.Namespace, model: str) -> tuple[Mixture, Mixture | None]:
+    """Of the data: what is trained on, and what is held out (None where it holds nothing)."""
+    from pdllm_rag.models.loader import read_spec
     from pdllm_rag.training.texts import Corpus, Mixture, Recipe
 
-    start = _start(args, Path(args.out))
-    no_answer = read_spec(start)[0].family.no_answer
+    no_answer = read_spec(model)[0].family.no_answer
     recipe = Recipe.long() if args.recipe == "long" else Recipe()
     recipe = recipe if no_answer is None else replace(recipe, not_found=no_answer)
     training, held = Corpus.read(args.data, exclude=args.exclude).split()
     if training.n_excluded:
         say("note", f"{training.n_excluded} texts are known to --exclude and left out")
+    return Mixture(training, recipe), Mixture(held, recipe) if _holds(held) else None
+
+
+def _settings(args: argparse.Namespace) -> Run:
+    from pdllm_rag.training.items import Shape
+    from pdllm_rag.training.loop import Plan
+    from pdllm_rag.training.runs import Run
+
+    start = _start(args, Path(args.out))
+    training, validation = _mixtures(args, start)
     plan = Plan(
         steps=args.steps, lr=args.lr, warmup=args.warmup, seed=args.seed, workers=args.workers,
         save_every=args.save_every, validate_every=args.validate_every,
@@ -162,8 +212,8 @@ def _settings(args: argparse.Namespace) -> Run:
     chosen |= {"views": tuple(args.views)} if args.views else {}
     return Run(
         model=start,
-        training=Mixture(training, recipe),
-        validation=Mixture(held, recipe) if _holds(held) else None,
+        training=training,
+        validation=validation,
         folder=Path(args.out),
         plan=plan,
         shape=Shape(**chosen),

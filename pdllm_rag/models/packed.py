@@ -15,7 +15,7 @@ import torch
 
 GROUP = 32
 SUFFIX = "_q4"
-_SHARES = (1.0, 0.9, 0.8)
+SHARES = (1.0, 0.9, 0.8)  # of a group's farthest value that take its last level; see `scales`
 
 
 def is_packed(names: Mapping[str, object]) -> bool:
@@ -51,11 +51,58 @@ def unpack(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str,
     return plain
 
 
+class Q4(NamedTuple):
+    """A matrix in 4 bits: float32 levels -8..7 [rows, columns] and float16 scales [rows, columns/32]."""
+
+    levels: torch.Tensor
+    scale: torch.Tensor
+
+    def values(self) -> torch.Tensor:
+        """What is read back, float32 [rows, columns]."""
+        return (self.levels.view(*self.scale.shape, GROUP) * self.scale.float()[..., None]).view(self.levels.shape)
+
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`_q4`, `_q4_scale`)."""
+        pairs = (self.levels + 8).to(torch.uint8).view(self.levels.shape[0], -1, 2)
+        return (pairs[..., 0] | (pairs[..., 1] << 4)).contiguous(), self.scale
+
+
+def quantised(weight: torch.Tensor) -> Q4:
+    """A float32 matrix [rows, columns], columns a multiple of 32, each value at its nearest level."""
+    scale = scales(weight, SHARES)
+    return Q4(_levels(_groups(weight), scale).view(weight.shape), scale)
+
+
+def scales(weight: torch.Tensor, shares: Sequence[float], *, importance: torch.Tensor | None = None) -> torch.Tensor:
+    """Scales of a float32 matrix's groups, float16 [rows, columns/32].
+
+    The value farthest from zero takes level -8 times a share, the best of `shares` by the squared error: levels reach
+    one step farther on that side, and a large value is worth cutting where it spares the others.
+
+    Args:
+        importance: of a column's squared errors, [columns]; None: all count alike.
+    """
+    check_q4([weight])
+    groups = _groups(weight)
+    farthest = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))[..., 0]
+    weights = None if importance is None else importance.view(-1, GROUP)
+
+    def cut(share: float) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = _half(farthest * (share / -8))
+        squared = (_levels(groups, scale) * scale.float()[..., None] - groups).square()
+        return (squared if weights is None else squared * weights).sum(dim=-1), scale
+
+    error, best = cut(shares[0])
+    for share in shares[1:]:
+        other, scale = cut(share)
+        best = torch.where(other < error, scale, best)
+        error = torch.minimum(other, error)
+    return best
+
+
 def pack_q4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix [rows, columns], columns a multiple of 32, as (`_q4`, `_q4_scale`)."""
-    levels, scale = _levels(weight.float())
-    pairs = (levels + 8).to(torch.uint8).view(weight.shape[0], -1, 2)
-    return (pairs[..., 0] | (pairs[..., 1] << 4)).contiguous(), scale
+    return quantised(weight.float()).packed()
 
 
 def pack_q8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,8 +120,7 @@ def check_q4(weights: Sequence[torch.Tensor]) -> None:
 
 def rounded_q4(weight: torch.Tensor) -> torch.Tensor:
     """A float32 matrix as it comes back from `pack_q4`."""
-    levels, scale = _levels(weight)
-    return (levels.view(*scale.shape, GROUP) * scale.float()[..., None]).view(weight.shape)
+    return quantised(weight).values()
 
 
 def rounded_q8(weight: torch.Tensor) -> torch.Tensor:
@@ -83,35 +129,12 @@ def rounded_q8(weight: torch.Tensor) -> torch.Tensor:
     return levels.float() * scale.float()
 
 
-def _levels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 levels -8..7 [rows, columns] and float16 scales [rows, columns/32].
-
-    The value farthest from zero takes level -8 times a share, the best of `_SHARES` by the squared error: levels reach
-    one step farther on that side, and a large value is worth cutting where it spares the others.
-    """
-    check_q4([weight])
-    groups = weight.view(weight.shape[0], -1, GROUP)
-    farthest = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
-    best = _cut(groups, farthest, _SHARES[0])
-    for share in _SHARES[1:]:
-        other = _cut(groups, farthest, share)
-        better = other.error < best.error
-        best = _Cut(*(torch.where(better, one, before) for one, before in zip(other, best, strict=True)))
-    return best.levels.view(weight.shape), best.scale[..., 0]
+def _groups(weight: torch.Tensor) -> torch.Tensor:
+    return weight.view(weight.shape[0], -1, GROUP)
 
 
-class _Cut(NamedTuple):
-    """Levels of groups, float32 [..., 32], with the squared error and the float16 scale of each, [..., 1]."""
-
-    levels: torch.Tensor
-    error: torch.Tensor
-    scale: torch.Tensor
-
-
-def _cut(groups: torch.Tensor, farthest: torch.Tensor, share: float) -> _Cut:
-    scale = _half(farthest * (share / -8))
-    levels = (groups / scale.float()).round().clamp(-8, 7)
-    return _Cut(levels, (levels * scale.float() - groups).square().sum(dim=-1, keepdim=True), scale)
+def _levels(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (groups / scale.float()[..., None]).round().clamp(-8, 7)
 
 
 def _half(scale: torch.Tensor) -> torch.Tensor:

@@ -29,12 +29,14 @@ def save_model(
     layout: Layout,
     *,
     in_4_bits: bool,
+    rounded: Mapping[str, packed.Q4] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the weights and what of the base's files says how to read them.
 
     Args:
         weights: by the library's names.
+        rounded: matrices, by these names, that were brought into 4 bits already.
 
     Raises:
         ValueError: the family reshapes its weights, so that they cannot be written back under its names.
@@ -48,7 +50,8 @@ def save_model(
     for name, weight in weights.items():
         theirs, weight = layout.theirs(name), weight.detach().cpu()
         if in_4_bits and weight.dim() == 2:
-            tensors[f"{theirs}{packed.SUFFIX}"], tensors[f"{theirs}{packed.SUFFIX}_scale"] = packed.pack_q4(weight)
+            q4 = (rounded or {}).get(name) or packed.quantised(weight.float())
+            tensors[f"{theirs}{packed.SUFFIX}"], tensors[f"{theirs}{packed.SUFFIX}_scale"] = q4.packed()
         else:
             tensors[theirs] = (weight.half() if in_4_bits else weight.float()).contiguous()
     folder.mkdir(parents=True, exist_ok=True)

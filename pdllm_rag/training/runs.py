@@ -3,10 +3,13 @@
 - `adapt`: all weights, so that a checkpoint answers by masked diffusion from chunks that see only themselves;
 - `train_chunk_lora`: the same by an adapter on every row, for checkpoints too large to train whole;
 - `train_d2f`: an adapter on canvas rows, by which blocks do without the rows behind them.
+
+And what comes afterwards: `round_mean`, the mean of checkpoints in 4 bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +23,7 @@ from pdllm_rag.models.loader import check_seen, load_modules, one_device, read_s
 from pdllm_rag.models.rope import Rope
 from pdllm_rag.models.spec import ModelSpec
 from pdllm_rag.models.tokenizer import Tokenizer
+from pdllm_rag.training import calibrated
 from pdllm_rag.training.adapters import LoraShape, adapted, save_adapter, trained
 from pdllm_rag.training.export import save_model
 from pdllm_rag.training.items import Shape
@@ -119,6 +123,36 @@ def train_d2f(run: Run, lora: LoraShape, report: Report, noise: MonotoneNoise | 
     objective = Forcing(subject.backbone, subject.backbone.over(student), run.shape.context_len)
     masters = _train(run, subject, objective, trained(student), noise or MonotoneNoise(), asdict(lora), report)
     return _save(run, subject, masters, lora)
+
+
+def round_mean(
+    names: Sequence[str],
+    mixture: Mixture,
+    folder: Path,
+    report: Callable[[int], None],
+    *,
+    shape: Shape,
+    n_batches: int,
+    seed: int = 0,
+) -> Path:
+    """Round the mean of checkpoints to 4 bits, calibrated by rows of a mixture, on the CPU; returns the folder.
+
+    Args:
+        names: checkpoints of one shape, as `load_model` takes them.
+        report: is told each layer that is done.
+
+    Raises:
+        ModelError, ValueError.
+    """
+    subject = Subject.open(names[0], "cpu")
+    calibrated.average(subject.model, (Subject.open(name, "cpu").model for name in names[1:]))
+    noise = DiffusionNoise()
+    stream = Stream(mixture, subject.spec, subject.tokenizer, noise, shape, n_rows=1, seed=f"{seed}/round")
+    batches = [stream[number] for number in range(n_batches)]
+    rounded = calibrated.round_layers(subject.backbone, batches, report)
+    weights = dict(subject.model.named_parameters())
+    save_model(folder, subject.folder, weights, subject.layout, in_4_bits=True, rounded=rounded)
+    return folder
 
 
 def _train(
