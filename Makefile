@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STORE ?= demo-kb
+TWO_PROCESSES := --numprocesses 2 --dist loadgroup
 
 .PHONY: demo test test-floors check lint types build numbers clean
 
@@ -15,13 +16,13 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py --store $(STORE)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO_PROCESSES)
 
 # the lowest versions that pyproject.toml admits, in a venv of their own (torch comes as a CUDA build there)
 test-floors:
 	$(PYTHON) -m venv .venv-floors
 	.venv-floors/bin/pip install --quiet --disable-pip-version-check -c constraints-floors.txt -e '.[dev]'
-	.venv-floors/bin/python -m pytest
+	.venv-floors/bin/python -m pytest $(TWO_PROCESSES)
 
 check: lint types test
 	@$(BIN)/python tests/source_size.py
