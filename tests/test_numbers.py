@@ -123,10 +123,7 @@ UNSOURCED = {
     ("decoders.md", "`block_causal`: the own way of block-causal families"): "a one-off script",
     ("models.md", "Families"): "KV a token follows from the shapes",
     ("quality.md", "Reproducing the paper's tables"): "the paper's figures",
-    (
-        "scale.md",
-        "What a corpus costs",
-    ): "arithmetic over pdllm_rag/unit_costs.json, whose sources test_planning.py reads",
+    ("scale.md", "What a corpus costs"): "arithmetic over unit_costs.json, whose sources test_planning.py reads",
 }
 FENCED = re.compile(r"^```.*?^```|^ {4}.*?$", re.MULTILINE | re.DOTALL)
 TARGETS = re.compile(r"\]\([^)]*\)|`[^`]*`|\[\w+/?\w*\.(?:md|json)\]")
@@ -157,13 +154,17 @@ def quoted() -> Iterator[str]:
         yield text.format(*(figure(*one) for one in figures))
 
 
+def files_of(figures: list[tuple[Any, ...]]) -> str:
+    return ", ".join(sorted({name for name, *_ in figures}))
+
+
 def prose() -> str:
     return FENCED.sub("", (ROOT / "README.md").read_text())
 
 
-@pytest.mark.parametrize("text", list(quoted()))
-def test_the_readme_quotes_what_was_measured(text: str) -> None:
-    assert text in prose(), f"the README does not say {text!r}, as docs/numbers has it"
+@pytest.mark.parametrize(("text", "files"), list(zip(quoted(), map(files_of, QUOTES.values()), strict=True)))
+def test_the_readme_quotes_what_was_measured(text: str, files: str) -> None:
+    assert text in prose(), f"the README should say {text!r}: so it is in {files} of docs/numbers"
 
 
 def test_every_number_of_the_readme_has_a_source() -> None:
@@ -208,6 +209,31 @@ def test_each_figure_of_a_cpu_is_made_again_or_a_reason_is_given() -> None:
             else:
                 assert program == "python"
                 assert words[0] == "-m" or (ROOT / words[0]).is_file()
+
+
+def test_files_are_written_anew_by_their_own_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys\n"
+        "if '--out' in sys.argv: open(sys.argv[-1], 'w').write(json.dumps({'runs': sys.argv[2]}))\n"
+        "else: print(json.dumps({'machine': 'here', 'over': sys.argv[2]}))\n"
+    )
+    asked = {name: f"A=1 python {script} --store kb {more}".rstrip() for name, more in (("a", "--json"), ("b", ""))}
+    twice = {"commands": [asked["a"]] * 2, "note": "on a busy machine"}
+    for name, record in {"a": {"command": asked["a"]}, "b": {"command": asked["b"]}, "c": twice}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    monkeypatch.setattr(numbers(), "NUMBERS", tmp_path)
+    store = tmp_path / "my store"
+    store.mkdir()
+    for name in "abc":
+        numbers().measure(name, store)
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in "abc"}
+    assert all(record.pop("date") for record in found.values())
+    over = {"machine": "here", "over": str(store)}
+    assert found["a"] == {"command": asked["a"], "result": over}
+    assert found["c"] == {"commands": [asked["a"]] * 2, "results": [over] * 2}
+    assert found["b"].pop("machine")["torch"]
+    assert found["b"] == {"command": asked["b"], "runs": str(store)}
 
 
 def named(text: str) -> set[str]:
