@@ -41,7 +41,7 @@ build: $(VENV)/.installed-dev
 
 numbers: $(VENV)/.installed-dev
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
-	$(BIN)/python docs/numbers.py $(if $(ALL),--all)
+	$(BIN)/python docs/measure.py $(if $(ALL),--all)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,6 +22,7 @@ from pdllm_rag.cli.main import build_parser
 
 ROOT = Path(__file__).parent.parent
 NUMBERS = ROOT / "docs" / "numbers"
+SCRIPT = ROOT / "docs" / "measure.py"
 NAMES = sorted(path.stem for path in NUMBERS.glob("*.json"))
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 
@@ -178,8 +182,8 @@ def test_every_number_of_the_readme_has_a_source() -> None:
 
 
 @cache
-def numbers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("numbers_again", ROOT / "docs" / "numbers.py")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("measure", SCRIPT)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -190,18 +194,18 @@ def numbers() -> ModuleType:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_file_says_how_it_was_made_and_on_what(name: str) -> None:
     record = source(name)
-    assert all(numbers().commands(record))
-    assert numbers().machines(record)
-    if "NVIDIA" in str(numbers().machines(record)):  # it cannot be made again here: when it was is part of it
+    assert all(script().commands(record))
+    assert script().machines(record)
+    if "NVIDIA" in str(script().machines(record)):  # it cannot be made again here: when it was is part of it
         assert "date" in record or name in UNDATED
 
 
 def test_each_figure_of_a_cpu_is_made_again_or_a_reason_is_given() -> None:
-    again = list(numbers().on_cpu())
+    again = list(script().on_cpu())
     assert len(again) == len(set(again))
-    assert {*numbers().MINUTES, *numbers().ELSEWHERE} <= {*NAMES}
+    assert {*script().MINUTES, *script().ELSEWHERE} <= {*NAMES}
     for name in again:
-        for command in numbers().commands(source(name)):
+        for command in script().commands(source(name)):
             program, *words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
             if program == "pdllm":
                 build_parser().parse_args(words)
@@ -211,22 +215,31 @@ def test_each_figure_of_a_cpu_is_made_again_or_a_reason_is_given() -> None:
                 assert words[0] == "-m" or (ROOT / words[0]).is_file()
 
 
+def test_what_cannot_be_made_here_is_refused_before_anything_runs() -> None:
+    """As a script, whose folder comes first among the places that modules are looked for in."""
+    paths = os.pathsep.join(str(ROOT / part) for part in (".", "store", "integrations"))
+    command = [sys.executable, SCRIPT, "qa", "gpu_prefill"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "gpu_prefill: cannot be made here; these can: prefill, qa," in done.stderr
+
+
 def test_files_are_written_anew_by_their_own_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    program = tmp_path / "program.py"
+    program.write_text(
         "import json, sys\n"
         "if '--out' in sys.argv: open(sys.argv[-1], 'w').write(json.dumps({'runs': sys.argv[2]}))\n"
         "else: print(json.dumps({'machine': 'here', 'over': sys.argv[2]}))\n"
     )
-    asked = {name: f"A=1 python {script} --store kb {more}".rstrip() for name, more in (("a", "--json"), ("b", ""))}
+    asked = {name: f"A=1 python {program} --store kb {more}".rstrip() for name, more in (("a", "--json"), ("b", ""))}
     twice = {"commands": [asked["a"]] * 2, "note": "on a busy machine"}
     for name, record in {"a": {"command": asked["a"]}, "b": {"command": asked["b"]}, "c": twice}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
-    monkeypatch.setattr(numbers(), "NUMBERS", tmp_path)
+    monkeypatch.setattr(script(), "NUMBERS", tmp_path)
     store = tmp_path / "my store"
     store.mkdir()
     for name in "abc":
-        numbers().measure(name, store)
+        script().measure(name, store)
     found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in "abc"}
     assert all(record.pop("date") for record in found.values())
     over = {"machine": "here", "over": str(store)}

@@ -1,7 +1,7 @@
 """Measure the CPU figures of docs/numbers again, each by the command that its file holds (run by `make numbers`).
 
 The first group takes about an hour on two otherwise idle cores, `make numbers ALL=1` some hours, and
-`python docs/numbers.py NAME ...` those named. What was measured on a GPU, or over texts and models that are not in this
+`python docs/measure.py NAME ...` those named. What was measured on a GPU, or over texts and models that are not in this
 repository, stays as it is.
 """
 
@@ -44,6 +44,7 @@ MINUTES = {
     "prefill": 1,
     "qa": 2,
     "qa_top4": 2,
+    "bench_prefill": 1,
     "needle_bos": 3,
     "reliability_kill": 4,
     "reliability_flips": 5,
@@ -90,7 +91,7 @@ def measure(name: str, store: Path) -> None:
     made_by = commands(read(name))
     if "--store" in made_by[0] and name != "prefill" and not store.exists():
         run(*commands(read("prefill")), store)
-    print(f"{name}: {MINUTES.get(name, '?')} minutes", file=sys.stderr)
+    print(f"{name}: {MINUTES.get(name, 'unknown')} minutes", file=sys.stderr)
     if "--json" in made_by[0]:
         results = [json.loads(run(command, store)) for command in made_by]
         record = {"results": results} if len(results) > 1 else {"result": results[0]}
@@ -98,10 +99,11 @@ def measure(name: str, store: Path) -> None:
         (command,) = made_by
         run(command if "examples/" in command else f"{command} --out {shlex.quote(str(path))}", store)
         record = read(name)
-    head = {"commands": made_by} if len(made_by) > 1 else {"command": made_by[0]}
+    head: dict[str, Any] = {"commands": made_by} if len(made_by) > 1 else {"command": made_by[0]}
+    head["date"] = date.today().isoformat()
     if not machines(record):
         head["machine"] = describe()._asdict()
-    path.write_text(json.dumps({**record, **head, "date": date.today().isoformat()}, indent=1) + "\n")
+    path.write_text(json.dumps({**head, **record, **head}, indent=1) + "\n")
 
 
 def run(command: str, store: Path) -> str:
