@@ -45,6 +45,8 @@ MINUTES = {
     "qa": 2,
     "qa_top4": 2,
     "bench_prefill": 1,
+    "bench_store": 2,
+    "anchors_demo": 1,
     "needle_bos": 3,
     "reliability_kill": 4,
     "reliability_flips": 5,
