@@ -2,6 +2,7 @@
 # make test   install the test extras into .venv and run the whole suite
 # make test-floors   the suite on the lowest versions that are admitted
 # make check  lint, types and tests, and the size of the source
+# make numbers   the first group of the CPU figures again, into docs/numbers; ALL=1: every one that can be made here
 # make build  wheel and sdist in dist/; the wheel is installed into an empty venv elsewhere and asked a question
 
 PYTHON ?= python3
@@ -39,8 +40,9 @@ build: $(VENV)/.installed-dev
 	$(BIN)/python -m build
 	$(BIN)/python tests/built_wheel.py dist
 
-numbers: $(VENV)/.installed
-	$(BIN)/python docs/numbers.py --store $(STORE)
+numbers: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
+	$(BIN)/python docs/measure.py $(if $(ALL),--all)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -77,7 +77,7 @@ def test_command_lines_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_command_lines_are_found_and_wrong_ones_refused() -> None:
-    assert len(list(commands((ROOT / "README.md").read_text()))) > 15
+    assert len(list(commands((DOCS / "commands.md").read_text()))) > 15
     text = "`pdllm a\\|b --x`\n\n    pdllm c [--z]   # why\n\n```\n$ pdllm d \\\n  --y 1 | head\n```\n"
     found = [(words, whole) for line, whole in commands(text) for words in words_of(line)]
     assert found == [(["d", "--y", "1"], True), (["c", "--z"], True), (["a", "--x"], False), (["b", "--x"], False)]
