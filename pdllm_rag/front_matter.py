@@ -49,20 +49,12 @@ def parted(text: str, name: str) -> tuple[dict[str, Any], str]:
 
 
 def _load(block: str) -> Any:
-    from yaml import AliasEvent, SafeLoader
-    from yaml.composer import ComposerError
+    from yaml import AliasEvent, MarkedYAMLError, SafeLoader, parse, safe_load
 
-    class Loader(SafeLoader):
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(AliasEvent):
-                raise ComposerError(None, None, "aliases (*name) are not read", self.peek_event().start_mark)
-            return super().compose_node(parent, index)
-
-    loader = Loader(block)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
+    for event in parse(block, Loader=SafeLoader):
+        if isinstance(event, AliasEvent):
+            raise MarkedYAMLError(problem="aliases (*name) are not read", problem_mark=event.start_mark)
+    return safe_load(block)
 
 
 def _bad(name: str, line: int, problem: str) -> UnreadableDocumentError:

@@ -27,8 +27,8 @@ def engine_key(
     from pdllm_rag.models.hub import BUNDLED
 
     place = real_location(store) if isinstance(store, str) else id(store)
-    adapters = (None if one is None else _real(one) for one in (adapter, canvas_adapter))
-    return place, model if model in BUNDLED else _real(model), device, *adapters
+    name = model if model in BUNDLED else _real(model)
+    return place, name, device, adapter and _real(adapter), canvas_adapter and _real(canvas_adapter)
 
 
 def shared_engine(
@@ -56,8 +56,9 @@ def shared_engine(
     with _lock:
         engine = _opened.get(key)
         if engine is None:
-            adapters = {"adapter": adapter, "canvas_adapter": canvas_adapter}
-            engine = RagEngine.open(store, model, create=create, device=device, **adapters)
+            engine = RagEngine.open(
+                store, model, create=create, device=device, adapter=adapter, canvas_adapter=canvas_adapter
+            )
             if isinstance(store, str):
                 weakref.finalize(engine, engine.store.close)
             _opened[key] = engine
