@@ -40,8 +40,10 @@ def parted(text: str, name: str) -> tuple[dict[str, Any], str]:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or "it holds signs that YAML does not admit"
         raise _bad(name, 2 + (mark.line if mark else 0), f"is no YAML: {problem}") from error
-    except (ValueError, RecursionError) as error:  # also a date such as 2025-02-30
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+    except (
+        Exception
+    ) as error:  # a value that is none of its type (2025-02-30, !!bool x) makes PyYAML raise nearly anything
+        reason = {RecursionError: "it is nested too deeply", ValueError: error}.get(type(error), repr(error))
         raise _bad(name, 1, f"cannot be kept: {reason}") from error
     if not isinstance(found, dict | None):
         raise _bad(name, 2, f"is a {type(found).__name__}; expected lines of `key: value`")

@@ -7,13 +7,15 @@ import json
 import os
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pdllm_store import ChunkRef, Document, DocumentInfo
 
 PAGE_ENDS = "page_ends"  # metadata of a document with pages: the code point behind each page's last
 MAX_NAMED = 20  # keys of metadata that a message lists
+
+_OWN = ("doc_id", "source")  # of every document
 
 
 def plain(value: Any, name: str = "metadata") -> Any:
@@ -43,7 +45,7 @@ def plain(value: Any, name: str = "metadata") -> Any:
     raise ValueError(f"{name} is of type {type(value).__name__}; expected text, numbers, dates, paths, lists, mappings")
 
 
-def admitted(documents: Iterable[DocumentInfo], wanted: Mapping[str, Any]) -> tuple[set[str], str]:
+def admitted(documents: Collection[DocumentInfo], wanted: Mapping[str, Any]) -> tuple[set[str], str]:
     """Ids of the documents that have all of this metadata, and, if there are none, why.
 
     A value is compared by its text, which is JSON's for what is no text (`true`, `2025`), in NFC; a list has the values
@@ -53,15 +55,10 @@ def admitted(documents: Iterable[DocumentInfo], wanted: Mapping[str, Any]) -> tu
         ValueError: a wanted value that no metadata can have.
     """
     asked = {key: _text(plain(value, f"filter[{key!r}]")) for key, value in wanted.items()}
-    found: set[str] = set()
-    known: set[str] = {"doc_id", "source"}
-    for info in documents:
-        held = {**info.metadata, "doc_id": info.doc_id, "source": info.source}
-        known |= held.keys()
-        if all(key in held and text in _texts(held[key]) for key, text in asked.items()):
-            found.add(info.doc_id)
+    found = {info.doc_id for info in documents if all(text in _texts(info, key) for key, text in asked.items())}
     if found:
         return found, ""
+    known = {*_OWN, *(key for info in documents for key in info.metadata)}
     if unknown := sorted(asked.keys() - known):
         named = ", ".join(sorted(known - {PAGE_ENDS})[:MAX_NAMED])
         return found, f"no document has the metadata {unknown[0]!r} that the filter asks for; there is {named}"
@@ -86,7 +83,11 @@ def pages_of(ends: Sequence[int], start: int, text: str) -> tuple[int | None, in
     return first, None if last == first else last
 
 
-def _texts(value: Any) -> set[str]:
+def _texts(info: DocumentInfo, key: str) -> set[str]:
+    """What a document's value may be compared with; nothing where it has none."""
+    if key not in _OWN and key not in info.metadata:
+        return set()
+    value = getattr(info, key) if key in _OWN else info.metadata[key]
     return {_text(value), *map(_text, value if isinstance(value, list) else ())}
 
 

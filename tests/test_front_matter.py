@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pdllm_store import MemoryStore
 
 from pdllm_rag import LoadedModel, RagEngine
 from pdllm_rag.errors import EmptyDocumentError, UnreadableDocumentError
-from pdllm_rag.front_matter import MAX_CHARS
+from pdllm_rag.front_matter import MAX_CHARS, parted
 from pdllm_rag.readers import parse
 
 BOAT = "---\ntitle: The boat\ntags: [sea, \u00f8l]\nyear: 2025\nwhen: 2025-03-01\n---\n# Boat\n\nIt sails.\n"
@@ -86,6 +89,9 @@ def test_a_text_that_begins_with_a_rule_is_kept_whole(name: str, text: str) -> N
         ("---\na: .nan\n---\n", 1, "not JSON compliant"),
         ('---\na: "\\ud800"\n---\n', 1, "surrogates not allowed"),
         ("---\na: !!binary aGk=\n---\n", 1, "bytes"),
+        ("---\na: !!bool x\n---\n", 1, "KeyError"),
+        ('---\na: !!int ""\n---\n', 1, "IndexError"),
+        ("---\na: !!timestamp x\n---\n", 1, "AttributeError"),
         ("---\na: \x01\n---\n", 2, "signs that YAML does not admit"),
     ],
 )
@@ -94,6 +100,17 @@ def test_malformed_front_matter_says_file_line_and_what_to_do(text: str, line: i
         parse(text.encode(), name="notes/a.md")
     assert problem in str(raised.value)
     assert "put an empty line below it" in str(raised.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="ab12:-.,[]{}!&*#|>'\"? \n\t\r\u00e9", max_size=40))
+def test_whatever_stands_there_is_kept_or_refused_and_no_word_behind_it_is_lost(block: str) -> None:
+    text = f"---\na: {block}\n---\nBody.\n"
+    with contextlib.suppress(UnreadableDocumentError):
+        found, rest = parted(text, "a.md")
+        assert "a" in found
+        assert text.endswith(rest)
+        assert rest.endswith("Body.\n")
 
 
 def test_front_matter_alone_is_no_document() -> None:
