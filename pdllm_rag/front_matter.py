@@ -28,8 +28,8 @@ def parted(text: str, name: str) -> tuple[dict[str, Any], str]:
     begin = _BEGIN.match(text)
     if begin is None:
         return {}, text
-    end = _END.search(text, begin.end(), begin.end() + MAX_CHARS)
-    if end is None:
+    end = _END.search(text, begin.end())
+    if end is None or end.start() > begin.end() + MAX_CHARS:
         raise _bad(name, 1, f"is not closed by a line of dashes within {MAX_CHARS:,} characters")
     from yaml import YAMLError
 
@@ -40,10 +40,8 @@ def parted(text: str, name: str) -> tuple[dict[str, Any], str]:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or "it holds signs that YAML does not admit"
         raise _bad(name, 2 + (mark.line if mark else 0), f"is no YAML: {problem}") from error
-    except (
-        Exception
-    ) as error:  # a value that is none of its type (2025-02-30, !!bool x) makes PyYAML raise nearly anything
-        reason = {RecursionError: "it is nested too deeply", ValueError: error}.get(type(error), repr(error))
+    except Exception as error:  # a value that is none of its type (`!!bool x`) makes PyYAML raise nearly anything
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}"
         raise _bad(name, 1, f"cannot be kept: {reason}") from error
     if not isinstance(found, dict | None):
         raise _bad(name, 2, f"is a {type(found).__name__}; expected lines of `key: value`")
