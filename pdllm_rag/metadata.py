@@ -61,7 +61,7 @@ def admitted(documents: Collection[DocumentInfo], wanted: Mapping[str, Any]) -> 
     known = {*_OWN, *(key for info in documents for key in info.metadata)}
     if unknown := sorted(asked.keys() - known):
         named = ", ".join(sorted(known - {PAGE_ENDS})[:MAX_NAMED])
-        return found, f"no document has the metadata {unknown[0]!r} that the filter asks for; there is {named}"
+        return found, f"no document has the metadata {unknown[0]!r} that the filter asks for; there are {named}"
     return found, f"no document has the values that the filter asks for ({', '.join(sorted(asked))})"
 
 
