@@ -16,7 +16,10 @@ _SENTENCE = re.compile(r"\S.*?(?:[.!?][\"')\]]*(?=\s)|(?=\n\s*(?:\n|[-*|#>+]|\d+
 
 
 class Citation(NamedTuple):
-    """A passage that the model read. `char_start:char_end` are code points of the document; `quote` is that text."""
+    """A passage that the model read. `char_start:char_end` are code points of the document; `quote` is that text.
+
+    page: that the quote stands on, or begins on; page_end: that it ends on, if that is a later one.
+    """
 
     doc_id: str
     ordinal: int
@@ -25,6 +28,11 @@ class Citation(NamedTuple):
     score: float
     quote: str
     page: int | None = None
+    page_end: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form; pages that are not known are left out."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 class ChunkCounts(NamedTuple):
@@ -47,6 +55,7 @@ class AnswerStats:
         ms: milliseconds by phase: first_stage, draft, score, load, decode, total.
         support: probability that the documents hold the answer, or None if the family has no calibration.
         min_support: what it was held against; None if nothing is withheld.
+        note: why the filter left nothing to read, if it did.
         backend: how attention over the chunks ran: a Split-S backend ("triton, graphed" as a CUDA graph), or "dense".
     """
 
@@ -65,6 +74,7 @@ class AnswerStats:
     support: float | None
     backend: str = ""
     min_support: float | None = None
+    note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -82,12 +92,7 @@ class Answer:
 
     def as_dict(self) -> dict[str, Any]:
         """The stable JSON form of `pdllm ask --json`."""
-        citations = []
-        for citation in self.citations:
-            entry = citation._asdict()
-            if entry["page"] is None:
-                del entry["page"]
-            citations.append(entry)
+        citations = [citation.as_dict() for citation in self.citations]
         return {"answer": self.text, "citations": citations, "stats": self.stats.as_dict()}
 
 

@@ -18,6 +18,7 @@ from pdllm_rag.config import AskOptions
 from pdllm_rag.decoding import Canvas, Decoder, DecodeRequest, DecodeStep
 from pdllm_rag.errors import ContextWindowError, GenerationCancelled, RequestError
 from pdllm_rag.events import CanvasUpdate, Final, Messages, StreamEvent, TextDelta
+from pdllm_rag.metadata import pages_of
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.models.tokenizer import Prompt
 from pdllm_rag.placement import Placement, plan_offsets
@@ -204,6 +205,7 @@ class Asking:
             support=asked.support,
             backend=asked.decoder.backend,
             min_support=self.min_support(asked.options),
+            note=asked.found.note,
         )
         citations = self._cite(asked.ranked, selection, said, asked.text) if supported else ()
         yield Final(Answer(said, citations, stats, tuple(asked.steps)))
@@ -336,6 +338,7 @@ class Asking:
         citations = []
         for source in ranked:
             start, end = best_passage(source.text, answer, question)
+            page, page_end = pages_of(source.page_ends, source.ref.char_start + start, source.text[start:end])
             citations.append(
                 Citation(
                     doc_id=source.ref.doc_id,
@@ -344,7 +347,8 @@ class Asking:
                     char_end=source.ref.char_start + end,
                     score=scores[source.ref],
                     quote=source.text[start:end],
-                    page=source.ref.page,
+                    page=page,
+                    page_end=page_end,
                 )
             )
         return tuple(sorted(citations, key=lambda citation: not holds(citation.quote, answer)))

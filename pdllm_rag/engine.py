@@ -32,10 +32,11 @@ from pdllm_rag.first_stage import BM25Index
 from pdllm_rag.given import Chosen, Given
 from pdllm_rag.ingest import ingest, read_documents
 from pdllm_rag.mending import Mender
+from pdllm_rag.metadata import admitted
 from pdllm_rag.models.loader import LoadedModel, check_seen, one_device, read_spec
 from pdllm_rag.pool import KVPool
 from pdllm_rag.prefill import InputDocument, Prefiller, PrefillReport, Progress
-from pdllm_rag.reading import Found, matching, sources_of
+from pdllm_rag.reading import Found, sources_of, told
 from pdllm_rag.resolving import AskedIn, Resolver
 from pdllm_rag.retrieval import Retriever, Selection
 from pdllm_rag.scoring import ScoringOptions
@@ -242,7 +243,7 @@ class RagEngine:
         """
         options = self.options.with_changes({**changes, **({} if k is None else {"k": k})})
         self._asking.prompt(question, options)
-        found = self._find(question, options, Clock())
+        found = told(self._find(question, options, Clock()))
         scores = found.selection.scores
         window = options.window_for(self.model.spec.family) if "score_window" in changes else None
         return [
@@ -332,8 +333,7 @@ class RagEngine:
     async def astream(self, question: str | Messages, **arguments: Any) -> AsyncGenerator[StreamEvent, None]:
         """`stream` in a thread; leaving the loop or cancelling the task stops the decoding at its next step."""
         options: AskOptions = arguments.pop("options", None) or self.options
-        given = arguments.pop("cancel", None) or options.cancel
-        cancel = EitherEvent(given)
+        cancel = EitherEvent(arguments.pop("cancel", None) or options.cancel)
         events = self.stream(question, options=options, cancel=cancel, **arguments)
         step = passing_team()(next)  # each may be in another thread
         try:
@@ -364,7 +364,7 @@ class RagEngine:
             if self._index.generation != before:
                 self._pool.retain(self._index.chunk_ids())
                 self._mender.left_out.clear()
-            doc_ids = matching(self.documents(), options.filter) if options.filter else None
+            doc_ids, note = admitted(self.documents(), options.filter) if options.filter else (None, "")
             if self._mender.left_out:
                 doc_ids = (self._index.doc_ids() if doc_ids is None else doc_ids) - self._mender.left_out
         window = options.window_for(self.model.spec.family)
@@ -381,8 +381,8 @@ class RagEngine:
         sources = sources_of(self.store, self.fingerprint, selection.refs)
         with clock.phase("load"):
             acquired = self._pool.acquire([ref.chunk_id for ref in selection.refs])
-        recomputed = selection.recomputed | acquired.recomputed
-        return Found(sources, selection._replace(recomputed=recomputed), acquired.kv)
+        selection = selection._replace(recomputed=selection.recomputed | acquired.recomputed)
+        return Found(sources, selection, acquired.kv, note)
 
     def _explain_empty(self) -> None:
         others = [f for f in self.store.fingerprints() if f.digest != self.fingerprint.digest]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import posixpath
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
@@ -14,9 +16,11 @@ from pdllm_store import ChunkStore, DocumentNotFoundError, ModelFingerprint
 
 from pdllm_rag.chunking import text_id
 from pdllm_rag.errors import DocumentError
-from pdllm_rag.prefill import Failure, InputDocument, PrefillReport, Progress
-from pdllm_rag.readers import read
+from pdllm_rag.prefill import Failure, InputDocument, PrefillReport, Progress, as_stored
+from pdllm_rag.readers import SourceText, printable, read
 from pdllm_rag.sources import SourceFile, find
+
+logger = logging.getLogger(__name__)
 
 # Brings files into the store, as `Prefiller.run` does with what `read_documents` finds in them.
 PrefillFiles = Callable[[Sequence[SourceFile], Callable[[Progress], None] | None], PrefillReport]
@@ -85,10 +89,17 @@ def read_documents(files: Iterable[SourceFile]) -> Iterator[InputDocument | Fail
         except DocumentError as error:
             yield Failure(file.doc_id, str(error).removeprefix(f"{file.path}: "))
             continue
-        metadata = {"media_type": content.media_type}
-        if content.title:
-            metadata["title"] = content.title
-        yield InputDocument(file.doc_id, content.text, file.source, content.pages, metadata)
+        yield file_document(file.doc_id, file.source, content)
+
+
+def file_document(doc_id: str, source: str, content: SourceText) -> InputDocument:
+    """A file's document. Its metadata is its front matter and title, and above them what the file itself is."""
+    folder, name = posixpath.split(doc_id)
+    own = {"media_type": content.media_type, "folder": folder, "suffix": posixpath.splitext(name)[1].lower()}
+    if hidden := sorted(own.keys() & content.front_matter.keys()):
+        logger.warning("%s: its front matter has %s, which the file's own replaces", printable(doc_id), hidden)
+    title = {"title": content.title} if content.title else {}
+    return InputDocument(doc_id, content.text, source, content.pages, {**title, **content.front_matter, **own})
 
 
 def _part_of(file: SourceFile, n_parts: int) -> int:
@@ -100,15 +111,16 @@ def _part_of(file: SourceFile, n_parts: int) -> int:
 
 
 def _delete_outdated(store: ChunkStore, fingerprint: ModelFingerprint, files: Sequence[SourceFile]) -> list[str]:
-    """Delete documents that come from these files of other parts, but hold another text than the file has now."""
-    held = {info.doc_id: info.source for info in store.documents(fingerprint)} if files else {}
+    """Delete documents that come from these files of other parts, but are no longer what the file holds now."""
+    sources = {info.doc_id: info.source for info in store.documents(fingerprint)} if files else {}
     deleted = []
-    for document in read_documents(file for file in files if held.get(file.doc_id) == file.source):
+    for document in read_documents(file for file in files if sources.get(file.doc_id) == file.source):
         if isinstance(document, Failure):
             continue
-        now = text_id(document.text)
+        now = text_id(document.text), as_stored(document)
         with contextlib.suppress(DocumentNotFoundError):  # looked at once more: its own part may be at work here
-            if store.document(fingerprint, document.doc_id).text_id != now:
+            held = store.document(fingerprint, document.doc_id)
+            if (held.text_id, dict(held.metadata)) != now:
                 store.delete_document(fingerprint, document.doc_id)
                 deleted.append(document.doc_id)
     return deleted

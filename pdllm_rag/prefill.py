@@ -37,6 +37,7 @@ from pdllm_store.held import absent, is_whole
 from pdllm_rag.chunking import recipe, split, text_id
 from pdllm_rag.encoder import ChunkEncoder
 from pdllm_rag.errors import DocumentError, EmptyDocumentError
+from pdllm_rag.metadata import PAGE_ENDS, pages_of
 from pdllm_rag.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ class Prefiller:
     def _is_held(self, info: DocumentInfo, document: InputDocument, identity: bytes) -> bool:
         """Whether the store has this document already; a text that differs in spelling only counts as the same."""
         same = (info.text_id, info.recipe, info.source) == (identity, self._recipe, document.source)
-        return same and dict(info.metadata) == _as_stored(document.metadata) and self._check_held(info)
+        return same and dict(info.metadata) == as_stored(document) and self._check_held(info)
 
     def _bytes_taken(self, n_tokens: int) -> int:
         """What the KV of a chunk takes of a store's file: a record fills whole pages."""
@@ -272,13 +273,14 @@ class Prefiller:
         if not result.spans:
             raise EmptyDocumentError(f"{document.doc_id!r} holds no text; expected at least one visible character")
         bos = np.array([self._model.spec.bos_id], dtype=np.int32)
+        ends = [end for _, end in document.pages or ()]
         chunks: dict[ChunkId, NDArray[np.int32]] = {}
         refs = []
         for ordinal, span in enumerate(result.spans):
             token_ids = np.concatenate((bos, span.token_ids))
             chunk_id = self._fingerprint.chunk_id(token_ids)
             chunks[chunk_id] = token_ids
-            page = _page_at(document.pages, span.char_start)
+            page, _ = pages_of(ends, span.char_start, document.text[span.char_start : span.char_end])
             refs.append(ChunkRef(document.doc_id, ordinal, chunk_id, span.char_start, span.char_end, page))
         stored = Document(
             doc_id=document.doc_id,
@@ -288,7 +290,7 @@ class Prefiller:
             recipe=self._recipe,
             chunks=tuple(refs),
             n_tokens=sum(len(span.token_ids) + 1 for span in result.spans),
-            metadata=dict(document.metadata),
+            metadata=_with_pages(document),
         )
         return _Pending(stored, chunks, replaces)
 
@@ -367,18 +369,14 @@ def _is_about_one_document(error: StoreError) -> bool:
     return isinstance(error, (DocumentConflictError, ChunkNotFoundError))
 
 
-def _as_stored(metadata: Mapping[str, Any]) -> object:
-    """Metadata as it comes back from a store (tuples as lists); None for what no store takes."""
+def as_stored(document: InputDocument) -> object:
+    """A document's metadata as it comes back from a store (tuples as lists); None for what no store takes."""
     try:
-        return msgpack.unpackb(msgpack.packb(dict(metadata)))
+        return msgpack.unpackb(msgpack.packb(_with_pages(document)))
     except (TypeError, ValueError, OverflowError):
         return None
 
 
-def _page_at(pages: Sequence[tuple[int, int]] | None, char: int) -> int | None:
-    if pages is None:
-        return None
-    for number, (_, end) in enumerate(pages, start=1):
-        if char < end:
-            return number
-    return len(pages) or None
+def _with_pages(document: InputDocument) -> dict[str, Any]:
+    pages = {PAGE_ENDS: [end for _, end in document.pages]} if document.pages else {}
+    return {**document.metadata, **pages}

@@ -1,6 +1,7 @@
 """Reads one file into text: plain text, Markdown, reStructuredText, HTML, PDF.
 
-- The text of a text file is kept as it is (line ends, Unicode spelling); only a byte order mark is dropped.
+- The text of a text file is kept as it is (line ends, Unicode spelling); only a byte order mark is dropped, and the
+  front matter of Markdown, which is metadata.
 - Encoding: byte order mark, else the charset that an HTML file declares, else strict UTF-8, else the best
   guess, which is logged. Decoding is strict: nothing is replaced or left out.
 - Limits hold before the work: `max_bytes` before reading, `max_chars` while PDF and HTML tables are unfolded.
@@ -17,7 +18,7 @@ import re
 import stat
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 from pdllm_rag.chunking import is_blank
 from pdllm_rag.errors import EmptyDocumentError, UnreadableDocumentError
+from pdllm_rag.front_matter import parted
 
 # fmt: off
 MEDIA_TYPES = {
@@ -78,6 +80,7 @@ class SourceText(NamedTuple):
     media_type: str
     encoding: str | None  # codec of a text file, None for a PDF
     title: str | None  # of HTML and PDF
+    front_matter: Mapping[str, Any] = {}  # of Markdown
 
 
 def read(path: str | PathLike[str], *, max_bytes: int = MAX_BYTES, max_chars: int = MAX_CHARS) -> SourceText:
@@ -116,7 +119,8 @@ def parse(data: bytes, *, name: str, max_bytes: int = MAX_BYTES, max_chars: int 
         text, encoding = _decode(data, name, declared=media_type == "text/html")
         if media_type == "text/html":
             return _parse_html(text, name, encoding, max_chars)
-        source = SourceText(text, None, media_type, encoding, None)
+        front, text = parted(text, name) if media_type == "text/markdown" else ({}, text)
+        source = SourceText(text, None, media_type, encoding, None, front)
     if is_blank(source.text):
         raise EmptyDocumentError(f"{name}: holds only white space or invisible characters")
     if media_type == "text/markdown" and is_blank(_EMPTY_LINKS.sub("", _IMAGES.sub("", source.text))):

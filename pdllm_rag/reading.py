@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from pdllm_store import ChunkId, ChunkKV, ChunkRef, ChunkStore, DocumentInfo, DocumentNotFoundError, ModelFingerprint
+from pdllm_store import ChunkId, ChunkKV, ChunkRef, ChunkStore, DocumentNotFoundError, ModelFingerprint
 
+from pdllm_rag.metadata import page_ends
 from pdllm_rag.placement import Placement
 from pdllm_rag.retrieval import Selection
 
+logger = logging.getLogger(__name__)
+
 
 class Source(NamedTuple):
-    """A chunk that a question may read: where it stands, its tokens and its text."""
+    """A chunk that a question may read: where it stands, its tokens and text, and where its document's pages end."""
 
     ref: ChunkRef
     token_ids: Sequence[int]
     text: str
+    page_ends: Sequence[int] = ()
 
 
 class Found(NamedTuple):
@@ -25,6 +30,7 @@ class Found(NamedTuple):
     sources: Sequence[Source]
     selection: Selection
     kv: Mapping[bytes, ChunkKV]
+    note: str = ""  # why there are no sources, if the filter left none
     exact: bool = False  # exactly these were asked for: none may be left out
     alone: bool = False  # nothing was looked for: the model answers without documents
 
@@ -64,21 +70,17 @@ def sources_of(store: ChunkStore, fingerprint: ModelFingerprint, refs: Sequence[
             ref,
             store.meta(ref.chunk_id).token_ids.tolist(),
             documents[ref.doc_id].text[ref.char_start : ref.char_end],
+            page_ends(documents[ref.doc_id], ref),
         )
         for ref in refs
     ]
 
 
-def matching(documents: Iterable[DocumentInfo], wanted: Mapping[str, Any]) -> set[str]:
-    """Ids of documents with this metadata; doc_id and source count as metadata, values compare as text."""
-    return {
-        info.doc_id
-        for info in documents
-        if all(
-            str({**info.metadata, "doc_id": info.doc_id, "source": info.source}.get(key)) == str(value)
-            for key, value in wanted.items()
-        )
-    }
+def told(found: Found) -> Found:
+    """What was found, a warning said if a filter left nothing."""
+    if found.note:
+        logger.warning("%s", found.note)
+    return found
 
 
 def chunk_id_of(given: ChunkId | str) -> ChunkId:

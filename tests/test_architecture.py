@@ -28,6 +28,9 @@ LAYERS = (
     ("pdllm_rag.errors",),
     (
         "pdllm_rag.chunking",
+        "pdllm_rag.front_matter",
+        "pdllm_rag.history",
+        "pdllm_rag.metadata",
         "pdllm_rag.readers",
         "pdllm_rag.sources",
         "pdllm_rag.clock",

@@ -64,6 +64,9 @@ def every_byte(kb: Path) -> bytes:
         ("verify --store s --seed 1", "--recompute is missing"),
         ("verify --store s --repair --read-only", "expected one of them"),
         ("pin a --store s --read-only", "--read-only"),
+        ("export kb", "expected one store and one file"),
+        ("export kb file more", "expected one store and one file"),
+        ("import file kb --store s", "expected one store and one file"),
     ],
 )
 def test_wrong_usage_ends_with_2_before_the_store_is_opened(
@@ -443,3 +446,40 @@ def test_verify_shows_its_progress_to_a_person_only(
     shown = pdllm("store", "verify", *again)
     assert "Computing a sample again" in screen.getvalue()
     assert "\x1b" not in shown.out
+
+
+def test_an_export_answers_as_the_store_did(pdllm: Pdllm, filled: Path, tiny_model_path: Path, tmp_path: Path) -> None:
+    file, copy = tmp_path / "kb.pdllm", tmp_path / "copy"
+    exported = one_object(pdllm("store", "export", filled, file, "--json"))
+    assert exported == {"file": str(file), "bytes": file.stat().st_size}
+    imported = one_object(pdllm("store", "import", file, copy, "--json"))
+    assert (imported["documents"], imported["unchanged"]) == (2, 0)
+
+    def told(kb: Path) -> list[object]:
+        asked = pdllm("ask", "battery", "--store", kb, "--model", tiny_model_path, "--no-abstain", "--json")
+        answer = one_object(asked)
+        listed = one_object(pdllm("store", "list", "--store", kb, "--json"))
+        return [answer["answer"], answer["citations"], answer["stats"]["chunks"], listed]
+
+    assert told(copy) == told(filled)
+    assert pdllm("store", "verify", "--store", copy).status == 0
+    again = pdllm("store", "import", file, "--store", copy)
+    assert "0 documents imported into" in again.out
+    assert "2 unchanged" in again.out
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("import file s3://bucket/kb", "import into a folder"),
+        ("export nothing file", "there is no store at"),
+        ("import README kb", "no export of a store"),
+    ],
+)
+def test_an_export_or_import_that_cannot_be_says_why(
+    pdllm: Pdllm, line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README").write_text("no export" * 20)
+    assert said in one_line(pdllm("store", *line.split()))
+    assert [path.name for path in tmp_path.iterdir()] == ["README"]

@@ -342,6 +342,24 @@ def test_where_prompt_and_query_are_one_the_engine_reads_the_same(
     assert (result.nfe, result.context_tokens) == (answer.stats.nfe, answer.stats.context_tokens)
 
 
+def test_the_first_stages_ranking_counts_as_much_as_is_asked(
+    engine: RagEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = list(samples_of(LONGBENCH, write(tmp_path, "hotpotqa", *QA_ROWS)))
+    answer, read = engine.answer, []
+
+    def listening(question: str, **options: Any) -> Answer:
+        read.append(options["chunk_ids"])
+        return answer(question, **options)
+
+    monkeypatch.setattr(engine, "answer", listening)
+    for rank_weight, candidates in ((1e6, 8), (0.0, 1), (0.0, 8)):  # a weight as large as this leaves BM25's order
+        options = OPTIONS.with_changes({"k": 1, "rank_weight": rank_weight, "candidates": candidates})
+        list(ask_samples(engine, LONGBENCH, samples, options, max_new_tokens=1, keep=True))
+    n = len(samples)
+    assert read[:n] == read[n : 2 * n] != read[2 * n :]
+
+
 def test_tasks_have_their_own_lengths_of_answers(
     engine: RagEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

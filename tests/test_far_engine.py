@@ -108,7 +108,7 @@ def test_machines_that_prefill_parts_at_the_same_time_make_one_store(tiny_model:
 
 def test_components_take_urls(tmp_path: Path) -> None:
     url = (tmp_path / "far").as_uri()
-    assert engine_key(url, "demo", "cpu") == engine_key(url + "/", "demo", "cpu") == (url, "demo", "cpu")
+    assert engine_key(url, "demo", "cpu") == engine_key(url + "/", "demo", "cpu") == (url, "demo", "cpu", None, None)
     assert store_generation(url) is None
     with ObjectChunkStore.open(url) as store:
         assert store_generation(url) == store.generation

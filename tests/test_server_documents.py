@@ -115,7 +115,7 @@ def test_an_id_that_is_none_is_refused(site: Site, doc_id: str) -> None:
 
 def test_files_are_read_by_their_kind(site: Site) -> None:
     files = [
-        ("notes.md", b"# Notes\n\nThe boat is red."),
+        ("notes.md", b"---\nowner: me\n---\n# Notes\n\nThe boat is red."),
         ("page.html", b"<title>Trains</title><p>The train is <b>green</b>.<script>no()</script>"),
         ("latin.txt", "Das Boot gehört der Gräfin, die es für späte Überfahrten braucht.".encode("cp1252")),
         ("sheet.pdf", pdf(b"BT /F1 12 Tf (The kite is blue.) Tj ET")),
@@ -126,7 +126,10 @@ def test_files_are_read_by_their_kind(site: Site) -> None:
     job = site.done(response.json()["id"])
     assert (job["state"], job["documents"]["added"], job["documents"]["failed"]) == ("done", 4, [])
     listed = {entry["doc_id"]: entry["metadata"] for entry in site.client.get("/v1/documents").json()["documents"]}
-    assert listed["page.html"] == {"media_type": "text/html", "title": "Trains"}
+    assert listed["page.html"] == {"media_type": "text/html", "title": "Trains", "folder": "", "suffix": ".html"}
+    assert listed["notes.md"] == {"media_type": "text/markdown", "owner": "me", "folder": "", "suffix": ".md"}
+    assert site.client.get("/v1/documents/notes.md").json()["text"] == "# Notes\n\nThe boat is red."
+    assert "page_ends" not in listed["sheet.pdf"]
     texts = {name: site.client.get(f"/v1/documents/{name}").json()["text"] for name, _ in files}
     assert "gehört der Gräfin" in texts["latin.txt"]
     assert texts["sheet.pdf"] == "The kite is blue."

@@ -18,7 +18,8 @@ from langchain_core.indexing.base import DeleteResponse
 from pydantic import ConfigDict, PrivateAttr
 
 from langchain_pdllm.retrievers import PDLLMRetriever
-from pdllm_rag.components.storing import held, own_documents, plain, store_documents
+from pdllm_rag.components.storing import held, own_documents, store_documents
+from pdllm_rag.metadata import plain
 
 
 class PDLLMDocumentIndex(PDLLMRetriever, DocumentIndex):

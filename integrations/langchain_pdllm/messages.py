@@ -99,6 +99,8 @@ def response_metadata(answer: Answer, request: Request) -> dict[str, Any]:
     nfe: forward passes of decoding.
     kv: chunks read from the store (hit) and computed now (recomputed), candidates considered, chunks that were
         recognised by their text, and code points of given context that no stored chunk holds.
+    history: turns before the question that were given and kept.
+    support: probability that the documents hold the answer, or None; `supported` is False for one that is withheld.
     timings: milliseconds by phase.
     """
     stats = answer.stats
@@ -108,9 +110,11 @@ def response_metadata(answer: Answer, request: Request) -> dict[str, Any]:
         "finish_reason": stats.finish_reason,
         "nfe": stats.nfe,
         "kv": request.kv(stats),
+        "history": request.history(),
         "policy": stats.policy,
         "decoder": stats.decoder,
         "supported": stats.supported,
+        "support": stats.support,
         "timings": dict(stats.ms),
         "citations": answer.as_dict()["citations"],
     }
@@ -137,9 +141,8 @@ def _annotations(answer: Answer) -> list[CitationBlock]:
 
 
 def _annotation(citation: Citation) -> CitationBlock:
-    fields = citation._asdict()
-    quote = fields.pop("quote")
-    extras = {name: value for name, value in fields.items() if value is not None}
+    extras = citation.as_dict()
+    quote = extras.pop("quote")
     block = {"type": "citation", "title": citation.doc_id, "cited_text": quote, "extras": extras}
     return cast(CitationBlock, block)
 

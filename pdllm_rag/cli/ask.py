@@ -149,7 +149,7 @@ def _show(answer: Answer, args: argparse.Namespace, console: Console) -> None:
         nothing = (
             f"No source: the documents in {args.store} do not hold an answer to this question."
             if answer.stats.chunks.candidates
-            else f"No source: no document in {args.store} matches the filter, or can be read, so nothing was read."
+            else f"No source: {answer.stats.note or f'no document in {args.store} can be read'}, so nothing was read."
         )
         print_indented(console, nothing, indent=0)
     console.print()
@@ -161,6 +161,8 @@ def _show(answer: Answer, args: argparse.Namespace, console: Console) -> None:
 
 def _show_citation(number: int, citation: Citation, console: Console, *, scored: bool) -> None:
     place = [] if citation.page is None else [f"page {citation.page}"]
+    if citation.page_end is not None:
+        place = [f"pages {citation.page} to {citation.page_end}"]
     place += [f"chunk {citation.ordinal}", f"score {citation.score:.2f}" if scored else "not scored"]
     line = Text.assemble(f"{number:>2}  ", (visible_name(citation.doc_id), "cyan"), (f"  {', '.join(place)}", "dim"))
     console.print(line, soft_wrap=True)

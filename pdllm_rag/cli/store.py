@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from pdllm_rag.cli import store_merge, store_upkeep, store_verify
+from pdllm_rag.cli import store_backup, store_merge, store_upkeep, store_verify
 from pdllm_rag.cli.console import (
     COMPUTED_AGAIN,
     FETCHED_AGAIN,
@@ -59,6 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     store_verify.add_actions(actions)
     store_upkeep.add_actions(actions)
     store_merge.add_actions(actions)
+    store_backup.add_actions(actions)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,16 +10,19 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import StrictBool
+from pydantic import Field, StrictBool, StrictInt
 
 from pdllm_rag.components.fields import AskComponent
+from pdllm_rag.history import MAX_TOKENS, kept_turns
 
 if TYPE_CHECKING:
     from pdllm_rag.answer import AnswerStats
     from pdllm_rag.engine import RagEngine
     from pdllm_rag.resolving import Part
+
+OWN_OPTIONS = ("recognise", "on_unmatched", "max_history_tokens", "timeout")
 
 Turns = list[dict[str, str]]
 
@@ -30,6 +33,7 @@ class Request(NamedTuple):
     """What the engine is asked.
 
     turns, arguments: for `engine.answer` and its kind.
+    n_turns: that were given; those of `turns` were kept (`history`).
     recognised: chunks that were known by their text.
     unmatched_chars: code points of given context that are in no stored chunk.
     """
@@ -37,12 +41,17 @@ class Request(NamedTuple):
     engine: RagEngine
     turns: Turns
     arguments: dict[str, Any]
+    n_turns: int
     recognised: int
     unmatched_chars: int
 
     def kv(self, stats: AnswerStats) -> dict[str, int]:
         """Where the chunks read came from, for a response's metadata."""
         return {**stats.chunks._asdict(), "recognised": self.recognised, "unmatched_chars": self.unmatched_chars}
+
+    def history(self) -> dict[str, int]:
+        """How many of the turns before the question were kept, for a response's metadata."""
+        return {"kept": len(self.turns) - 1, "given": self.n_turns - 1}
 
 
 class AnswerComponent(AskComponent):
@@ -52,11 +61,13 @@ class AnswerComponent(AskComponent):
         recognise: read stored chunks whose text is pasted into a prompt from the store.
         on_unmatched: what becomes of other context: "prefill" encodes it for this question, "ignore" leaves it out,
             "error" raises `UnmatchedContextError`. The response's metadata counts it in any case.
+        max_history_tokens: most tokens of the turns before the question (`history`).
         timeout: seconds after which `GenerationCancelled` is raised at the next denoising step.
     """
 
     recognise: StrictBool = True
     on_unmatched: Literal["prefill", "ignore", "error"] = "prefill"
+    max_history_tokens: Annotated[StrictInt, Field(ge=0)] = MAX_TOKENS
     timeout: float | None = None
 
     def request(self, turns: Turns, parts: Sequence[Part] | None, given: Mapping[str, Any]) -> Request:
@@ -71,9 +82,9 @@ class AnswerComponent(AskComponent):
             ValueError: an unknown option or a bad value; UnmatchedContextError, StoreError, ModelError.
         """
         given = dict(given)
-        own = {name: given.pop(name, None) for name in ("recognise", "on_unmatched", "timeout", "chunks")}
-        recognise, on_unmatched, timeout = (
-            getattr(self, name) if own[name] is None else own[name] for name in ("recognise", "on_unmatched", "timeout")
+        own = {name: given.pop(name, None) for name in ("chunks", *OWN_OPTIONS)}
+        recognise, on_unmatched, max_history_tokens, timeout = (
+            getattr(self, name) if own[name] is None else own[name] for name in OWN_OPTIONS
         )
         if own["chunks"] is not None:
             parts = [self.part(chunk) for chunk in own["chunks"]]
@@ -87,16 +98,18 @@ class AnswerComponent(AskComponent):
             resolved = engine.resolver.documents(parts, on_unmatched)
         else:
             resolved = engine.resolver.prompt(turns, on_unmatched) if recognise else None
-            turns = turns if resolved is None else resolved.turns
+        n_turns = len(turns)
+        left = resolved.turns if resolved is not None and parts is None else turns
+        turns = kept_turns(left, engine.model.tokenizer.encode, max_history_tokens)
         if resolved is None or resolved.chunks is None:
-            return Request(engine, turns, arguments, 0, 0)
+            return Request(engine, turns, arguments, n_turns, 0, 0)
         if given.get("filter") is None:
             arguments.pop("filter", None)  # the component's own is for retrieval
         if resolved.context:
             arguments["context"] = resolved.context
         if resolved.chunks or not resolved.context:
             arguments["chunk_ids"] = resolved.chunks
-        return Request(engine, turns, arguments, resolved.recognised, resolved.unmatched_chars)
+        return Request(engine, turns, arguments, n_turns, resolved.recognised, resolved.unmatched_chars)
 
     def part(self, chunk: Any) -> Part:
         """A chunk that a call names: its id, or a document of the framework (subclasses know it).

@@ -53,6 +53,7 @@ class StoreComponent(BaseModel):
         store: folder or URL of a store, or a `ChunkStore`; it is opened at the first call.
         model: "demo" or a checkpoint's folder.
         device: where the model computes.
+        adapter, canvas_adapter: LoRAs beside a model: for every row, and for the canvas's (decoder d2f).
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -60,6 +61,8 @@ class StoreComponent(BaseModel):
     store: Any
     model: str = "demo"
     device: str = "auto"
+    adapter: str | None = None
+    canvas_adapter: str | None = None
 
     _handle: EngineHandle = PrivateAttr(default_factory=EngineHandle)
     _creates: bool = PrivateAttr(default=False)
@@ -92,12 +95,13 @@ class StoreComponent(BaseModel):
         Raises:
             StoreNotFoundError: nothing is at the path (a component that writes makes a store); StoreError, ModelError.
         """
-        key = engine_key(self.store, self.model, self.device)
+        place = (self.store, self.model, self.device, self.adapter, self.canvas_adapter)
+        key = engine_key(*place)
         if self._handle.key != key:  # of a copy with another store or model
             self._handle = EngineHandle()
             self._handle.key = key
         if self._handle.engine is None:
-            self._handle.engine = shared_engine(self.store, self.model, self.device, create=self._creates)
+            self._handle.engine = shared_engine(*place, create=self._creates)
         return self._handle.engine
 
     def identity(self) -> dict[str, Any]:
@@ -110,11 +114,15 @@ class StoreComponent(BaseModel):
             "generation": store_generation(self.store if engine is None else engine.store),
             "model": self.model,
             "device": self.device,
+            "adapter": self.adapter,
+            "canvas_adapter": self.canvas_adapter,
         }
 
     def identifying_params(self) -> dict[str, Any]:
         """The identity and the component's own options, for caches of answers."""
-        names = sorted(type(self).model_fields.keys() & {*ask_options(), "recognise", "on_unmatched"})
+        names = sorted(
+            type(self).model_fields.keys() & {*ask_options(), "recognise", "on_unmatched", "max_history_tokens"}
+        )
         return {**self.identity(), **{name: getattr(self, name) for name in names}}
 
     def options(self, names: Collection[str], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import StrictInt, model_validator
 
 from pdllm_rag.components.fields import StoreComponent
+from pdllm_rag.metadata import page_ends, pages_of, shown
 
 if TYPE_CHECKING:
     from pdllm_store import ChunkRef, Document
@@ -74,5 +75,7 @@ def chunk_metadata(document: Document, ref: ChunkRef, **more: Any) -> dict[str, 
         "ordinal": ref.ordinal,
         "start_index": ref.char_start,
     }
-    page = {} if ref.page is None else {"page": ref.page}
-    return {"source": document.source, **document.metadata, **place, **page, **more}
+    text = document.text[ref.char_start : ref.char_end]
+    page, page_end = pages_of(page_ends(document, ref), ref.char_start, text)
+    pages = {name: number for name, number in (("page", page), ("page_end", page_end)) if number is not None}
+    return {"source": document.source, **shown(document.metadata), **place, **pages, **more}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from pdllm_rag.metadata import plain
 
 if TYPE_CHECKING:
     from pdllm_store import DocumentInfo
@@ -14,33 +14,6 @@ if TYPE_CHECKING:
     from pdllm_rag.engine import RagEngine
 
 logger = logging.getLogger(__name__)
-
-
-def plain(value: Any, name: str = "metadata") -> Any:
-    """Metadata as a store keeps it: JSON's types only.
-
-    Dates and times become ISO 8601 text, paths text, tuples and sets lists (sets in order), numpy's scalars Python's.
-
-    Raises:
-        ValueError: something else, or a key that is no text; the key is named.
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Mapping):
-        if wrong := [key for key in value if not isinstance(key, str)]:
-            raise ValueError(f"{name} has the key {wrong[0]!r}; expected text")
-        return {key: plain(entry, f"{name}[{key!r}]") for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(entry, f"{name}[{index}]") for index, entry in enumerate(value)]
-    if isinstance(value, (set, frozenset)):
-        return sorted((plain(entry, name) for entry in value), key=lambda entry: (str(type(entry)), entry))
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        return plain(value.item(), name)
-    raise ValueError(f"{name} is of type {type(value).__name__}; expected text, numbers, dates, paths, lists, mappings")
 
 
 def store_documents(engine: RagEngine, documents: Iterable[tuple[str, str, Mapping[str, Any]]]) -> list[str]:

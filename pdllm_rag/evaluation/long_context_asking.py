@@ -102,7 +102,7 @@ def ask_samples(
 def _answer(engine: RagEngine, sample: Sample, doc_id: str, options: AskOptions) -> Answer:
     """Retrieve by the query, and answer the prompt over what was retrieved, as much of it as fits, best first."""
     room = engine.model.spec.family.window // 2 - options.max_new_tokens
-    chosen = {name: getattr(options, name) for name in ("candidates", "first_stage", "score_window")}
+    chosen = {name: getattr(options, name) for name in ("candidates", "first_stage", "rank_weight", "score_window")}
     found = engine.retrieve(
         _cut(engine, sample.query, room), options.k, **chosen, max_new_tokens=1, filter={"doc_id": doc_id}
     )

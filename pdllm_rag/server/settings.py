@@ -13,6 +13,8 @@ from typing import Annotated
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from pdllm_rag.history import MAX_TOKENS
+
 LEAST_KEY_CHARS = 16
 
 Names = Annotated[tuple[str, ...], NoDecode]  # separated by commas in the environment
@@ -58,7 +60,7 @@ class ServerSettings(BaseSettings):
     max_question_chars: PositiveInt = 8000
     max_k: PositiveInt = 32
     max_answer_tokens: PositiveInt = 512
-    max_history_tokens: Annotated[int, Field(ge=0)] = 512
+    max_history_tokens: Annotated[int, Field(ge=0)] = MAX_TOKENS
     max_json_bytes: PositiveInt = 8 * 2**20
     max_upload_bytes: PositiveInt = 64 * 2**20
     max_file_bytes: PositiveInt = 32 * 2**20

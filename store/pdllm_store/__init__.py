@@ -1,5 +1,6 @@
 """A persistent store of chunk keys and values, and of the documents that refer to them."""
 
+from pdllm_store.backup import export_store, import_store
 from pdllm_store.errors import (
     ChunkDiffersError,
     ChunkNotFoundError,
@@ -87,6 +88,8 @@ __all__ = [
     "StoreUnavailableError",
     "TieredChunkStore",
     "VerifyReport",
+    "export_store",
+    "import_store",
     "is_url",
     "merge",
     "open_store",

@@ -96,6 +96,11 @@ class Environment:
         except lmdb.Error as error:
             raise self._translated(error, needed=needed) from error
 
+    def copy_to(self, descriptor: int) -> None:
+        """Write a compact snapshot of the data file to an open file. Raises lmdb.Error if that cannot be written."""
+        with self._transaction(write=False):
+            self._live().copyfd(descriptor, compact=True)
+
     def file_bytes(self) -> int:
         return location.disk_bytes(self.path)
 

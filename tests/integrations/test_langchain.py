@@ -25,6 +25,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_pdllm import PDLLM, ChatPDLLM, PDLLMRetriever, as_message
+from llama_index.retrievers.pdllm import PDLLMRetriever as Nodes
 from pdllm_store import LMDBStore, MemoryStore, StoreNotFoundError
 from pydantic import PrivateAttr
 
@@ -69,6 +70,9 @@ def test_invoke_answers_with_usage_citations_and_circumstances(chat: ChatPDLLM) 
     assert metadata["model_name"] == chat.model
     expected = {"hit": 2, "recomputed": 0, "candidates": 8, "recognised": 0, "unmatched_chars": 0}
     assert metadata["kv"] == expected
+    stats = chat.opened().answer(QUESTION, k=2, max_new_tokens=8, steps=4).stats
+    assert (metadata["supported"], metadata["support"]) == (stats.supported, stats.support)
+    assert 0 < metadata["support"] < 1
     assert metadata["nfe"] >= 1
     assert metadata["finish_reason"] in ("stop", "length")
     assert metadata["timings"]["total"] > 0
@@ -297,6 +301,36 @@ def test_a_used_component_copies_and_pickles_and_shares_its_engine(cls: Any, pla
 def test_components_of_one_store_and_model_share_an_engine(place: dict[str, str]) -> None:
     chat, retriever = ChatPDLLM(**place), PDLLMRetriever(store=Path(place["store"]) / ".", model=place["model"])
     assert chat.opened() is retriever.opened()
+
+
+@pytest.mark.parametrize("cls", [ChatPDLLM, PDLLM, PDLLMRetriever, Nodes])
+def test_components_of_other_adapters_share_no_engine_and_keep_theirs_in_copies(
+    cls: Any, place: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Opened:
+        def __init__(self, **adapters: str | None) -> None:
+            self.adapters, self.store = adapters, MemoryStore()
+
+    def opening(*_: Any, adapter: str | None, canvas_adapter: str | None, **__: Any) -> Opened:
+        return Opened(adapter=adapter, canvas_adapter=canvas_adapter)
+
+    monkeypatch.setattr(RagEngine, "open", opening)
+    monkeypatch.chdir(tmp_path)
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    given = [{}, {"adapter": one}, {"canvas_adapter": one}, {"adapter": two}, {"adapter": one, "canvas_adapter": two}]
+    place = {**place, "store": str(tmp_path / "kb")}  # that nobody else has opened
+    components = [cls(**place, **adapters) for adapters in given]
+    components = [getattr(component, "_search", component) for component in components]
+    assert len({id(component.opened()) for component in components}) == len(given)
+    for adapters, component in zip(given, components, strict=True):
+        expected = {"adapter": None, "canvas_adapter": None, **adapters}
+        assert component.opened().adapters == expected
+        for twin in (copy.copy(component), copy.deepcopy(component), pickle.loads(pickle.dumps(component))):
+            assert twin.opened() is component.opened()
+            assert {**twin.model_dump(), **expected} == twin.model_dump() == component.model_dump()
+        assert {**component.identity(), **expected} == component.identity()
+    relative = cls(**place, adapter="./one")
+    assert getattr(relative, "_search", relative).opened() is components[1].opened()
 
 
 @pytest.mark.parametrize("cls", [ChatPDLLM, PDLLM, PDLLMRetriever])

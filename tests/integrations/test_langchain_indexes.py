@@ -16,7 +16,7 @@ from langchain_pdllm import ChatPDLLM, PDLLMDocumentIndex, PDLLMRecordManager, P
 from pdllm_store import LMDBStore
 
 from pdllm_rag import InputDocument, RagEngine
-from pdllm_rag.components.storing import plain
+from pdllm_rag.metadata import plain
 from pdllm_rag.prefill import PrefillReport
 
 NOTHING = {"num_added": 0, "num_updated": 0, "num_skipped": 0, "num_deleted": 0}

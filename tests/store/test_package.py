@@ -49,6 +49,8 @@ NAMES = [
     "StoreUnavailableError",
     "TieredChunkStore",
     "VerifyReport",
+    "export_store",
+    "import_store",
     "is_url",
     "merge",
     "open_store",

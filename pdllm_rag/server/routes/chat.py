@@ -1,7 +1,7 @@
 """POST /v1/chat/completions and GET /v1/models, shaped as OpenAI's clients expect.
 
-- the last message, the user's, is the question; retrieval looks for it alone. Earlier ones are put before it, the
-  newest first, as far as `max_history_tokens` goes; `history` says how many of how many were kept;
+- the last message, the user's, is the question; retrieval looks for it alone. Of the earlier ones those are put before
+  it that `history` keeps; `history` in the answer says how many of how many;
 - a chat UI's own errands (a title for the conversation, tags, follow-ups) ask nothing of the documents: they are
   recognised by the wording of such prompts, or by `"retrieval": false`, and the model answers them alone;
 - what the model cannot do (tools, several choices, log-probabilities) is refused, not ignored.
@@ -13,7 +13,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect
 from pdllm_rag.answer import Answer
 from pdllm_rag.decoding.kinds import KINDS
 from pdllm_rag.events import Final, StreamEvent, TextDelta
+from pdllm_rag.history import kept_turns
 from pdllm_rag.policies import POLICIES
 from pdllm_rag.server.failures import ApiError
 from pdllm_rag.server.routes import sse
@@ -131,7 +132,8 @@ def router(services: Services) -> APIRouter:
         alone = body.retrieval is False or (body.retrieval is None and _ERRANDS.search(question) is not None)
         if not alone:
             services.check_question(question)
-        kept = await asyncio.to_thread(_kept, services, messages)  # a long talk takes its time to be counted
+        encode, room = services.engine.model.tokenizer.encode, services.settings.max_history_tokens
+        kept = await asyncio.to_thread(kept_turns, messages, encode, room)  # a long talk takes its time to be counted
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
         history = {"kept": len(kept) - 1, "given": len(messages) - 1}
         if not body.stream:
@@ -143,23 +145,6 @@ def router(services: Services) -> APIRouter:
         return sse.stream(_chunks(head, first, events, history, include_usage=include_usage))
 
     return routes
-
-
-def _kept(services: Services, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """The question and the newest turns before it that fit, system messages first of all; none begins mid-exchange."""
-    room = services.settings.max_history_tokens
-    earlier = list(enumerate(messages[:-1]))
-    chosen: set[int] = set()
-    for index, message in sorted(earlier, key=lambda entry: (entry[1]["role"] != "system", -entry[0])):
-        room -= len(services.engine.model.tokenizer.encode(message["content"]))
-        if room < 0:
-            break
-        chosen.add(index)
-    turns = [message for index, message in earlier if index in chosen and message["role"] != "system"]
-    while turns and turns[0]["role"] == "assistant":
-        turns.pop(0)
-    system = [message for index, message in earlier if index in chosen and message["role"] == "system"]
-    return [*system, *turns, messages[-1]]
 
 
 def _completion(head: dict[str, Any], answer: Answer, history: dict[str, int]) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from starlette.exceptions import HTTPException
 
 from pdllm_rag.chunking import is_blank
 from pdllm_rag.errors import DocumentError
+from pdllm_rag.ingest import file_document
+from pdllm_rag.metadata import shown
 from pdllm_rag.prefill import Failure, InputDocument
 from pdllm_rag.server.failures import ApiError, as_api_error
 from pdllm_rag.server.services import Services
@@ -107,7 +109,7 @@ def router(services: Services) -> APIRouter:
                 "tokens": info.n_tokens,
                 "bytes": info.n_bytes,
                 "pinned": info.pinned,
-                "metadata": dict(info.metadata),
+                "metadata": shown(info.metadata),
             }
             for info in infos[offset : offset + limit]
         ]
@@ -190,8 +192,7 @@ async def _read(file: UploadFile, doc_id: str, services: Services) -> InputDocum
     async with services.reader.turn:
         content = await asyncio.to_thread(services.reader.read, await file.read(), doc_id)
     services.check_limit("a document's length", len(content.text), services.settings.max_document_chars)
-    metadata = {"media_type": content.media_type, **({"title": content.title} if content.title else {})}
-    return InputDocument(doc_id, content.text, SOURCE + doc_id, content.pages, metadata)
+    return file_document(doc_id, SOURCE + doc_id, content)
 
 
 def _checked_id(given: str) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 from starlette.requests import ClientDisconnect
 
 from pdllm_rag.answer import Answer
@@ -30,7 +30,7 @@ class Question(BaseModel):
     question: Annotated[StrictStr, Field(min_length=1, description="the question")]
     k: Annotated[Count | None, Field(description="most chunks that the model reads")] = None
     filter: Annotated[
-        dict[Text, Text | StrictInt | StrictBool] | None,
+        dict[Text, Text | StrictInt | StrictFloat | StrictBool] | None,
         Field(max_length=16, description="metadata that a document must have; doc_id and source count as metadata"),
     ] = None
     decoder: Annotated[Literal[tuple(KINDS)] | None, Field(description="how the answer is denoised")] = None  # type: ignore[valid-type]

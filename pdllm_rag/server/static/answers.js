@@ -64,7 +64,8 @@ function sources(citations, stats) {
       : "No document could be read for this question.");
   }
   return h("ol", { className: "cites", "aria-label": "Sources" }, ...citations.map((citation, i) => {
-    const place = citation.page ? `page ${citation.page}` : `passage ${citation.ordinal + 1}`;
+    const place = citation.page_end ? `pages ${citation.page} to ${citation.page_end}`
+      : citation.page ? `page ${citation.page}` : `passage ${citation.ordinal + 1}`;
     return h("li", {}, h("button", { type: "button", className: "cite", onclick: () => showSource(citation) },
       h("span", { className: "at number" }, String(i + 1)),
       h("span", { className: "name" }, citation.doc_id, h("span", {}, place)),

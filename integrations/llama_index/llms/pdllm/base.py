@@ -238,7 +238,7 @@ def _read(messages: Sequence[ChatMessage]) -> tuple[list[dict[str, str]], list[P
 
 
 def raw(answer: Answer, request: Request) -> dict[str, Any]:
-    """An answer with its citations and statistics, its usage in tokens, and where its chunks came from (`kv`)."""
+    """An answer with citations and statistics, usage in tokens, where its chunks came from (`kv`), and `history`."""
     usage = Usage.of(answer.stats)
     counts = {
         "prompt_tokens": usage.input_tokens,
@@ -246,7 +246,7 @@ def raw(answer: Answer, request: Request) -> dict[str, Any]:
         "total_tokens": usage.input_tokens + usage.output_tokens,
         "cached_tokens": usage.stored_tokens,
     }
-    return {**answer.as_dict(), "usage": counts, "kv": request.kv(answer.stats)}
+    return {**answer.as_dict(), "usage": counts, "kv": request.kv(answer.stats), "history": request.history()}
 
 
 def _completion(said: _Said) -> CompletionResponse:
@@ -270,12 +270,12 @@ def _chat(said: _Said) -> ChatResponse:
 
 
 def _citation_block(citation: Citation) -> CitationBlock:
-    place = {"ordinal": citation.ordinal, "char_start": citation.char_start, "char_end": citation.char_end}
-    if citation.page is not None:
-        place["page"] = citation.page
+    place = citation.as_dict()
+    quote, doc_id = place.pop("quote"), place.pop("doc_id")
+    del place["score"]
     return CitationBlock(
-        cited_content=TextBlock(text=citation.quote),
-        source=citation.doc_id,
-        title=citation.doc_id,
+        cited_content=TextBlock(text=quote),
+        source=doc_id,
+        title=doc_id,
         additional_location_info=place,
     )
