@@ -20,7 +20,7 @@ else:
 
 ROOT = Path(__file__).parent.parent
 MAX_WHEEL_BYTES = 62_000_000
-MODEL = ROOT / "pdllm_rag" / "models" / "demo"
+MODELS = [ROOT / "pdllm_rag" / "models" / name for name in ("demo", "demo_d2f")]
 IMPORTS = "pdllm_store, langchain_pdllm, llama_index.llms.pdllm, llama_index.retrievers.pdllm, llama_index.core"
 TEXT = "The lighthouse of Skerry Point was built in 1871 by Ingrid Halvorsen. Its lamp is lit at dusk."
 QUESTION = "Who built the lighthouse of Skerry Point?"
@@ -34,10 +34,10 @@ def the_one(folder: Path, pattern: str) -> Path:
 
 
 def missing_from_wheel(wheel: Path) -> list[str]:
-    """Files of the bundled model, with their sizes, and licence notices that it lacks."""
+    """Files of the bundled model and adapter, with their sizes, and licence notices that it lacks."""
     with zipfile.ZipFile(wheel) as archive:
         sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
-    model = {path.relative_to(ROOT).as_posix(): path.stat().st_size for path in MODEL.iterdir()}
+    model = {path.relative_to(ROOT).as_posix(): path.stat().st_size for folder in MODELS for path in folder.iterdir()}
     licences = ("licenses/LICENSE", "licenses/NOTICE")
     return [name for name, size in model.items() if sizes.get(name) != size] + [
         name for name in licences if not any(held.endswith(f".dist-info/{name}") for held in sizes)

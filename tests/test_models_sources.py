@@ -156,6 +156,16 @@ def test_an_adapter_is_merged_into_the_weights_under_the_checkpoints_names(tmp_p
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
+def test_the_bundled_adapter_goes_with_the_bundled_model(demo_model: LoadedModel) -> None:
+    pytest.importorskip("peft")
+    beside = load_model("demo", canvas_adapter="demo-d2f")
+    assert beside.canvas_backbone is not None
+    assert beside.fingerprint("bfloat16") == demo_model.fingerprint("bfloat16")
+    one, other = hidden_of(beside).float(), hidden_of(replace(beside, backbone=beside.canvas_backbone)).float()
+    assert 0.01 < float((one - other).norm() / one.norm()) < 1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
 @pytest.mark.parametrize("kind", list(ADAPTED))
 def test_an_adapter_for_canvas_rows_leaves_the_model_as_it_is(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("peft")

@@ -120,7 +120,6 @@ NAMED = (
     "over 32k tokens",
 )
 # Files of a GPU without a date, and sections whose tables have figures and no file, with the reason.
-UNDATED = {"chunk_lora": "none was kept with it"}
 UNSOURCED = {
     ("decoders.md", "`dyllm`: only rows whose attention turned"): "a one-off script, as the page says",
     ("decoders.md", "`d2f`: several blocks at once"): "a one-off script",
@@ -197,7 +196,7 @@ def test_every_file_says_how_it_was_made_and_on_what(name: str) -> None:
     assert all(script().commands(record))
     assert script().machines(record)
     if "NVIDIA" in str(script().machines(record)):  # it cannot be made again here: when it was is part of it
-        assert "date" in record or name in UNDATED
+        assert "date" in record
 
 
 def test_each_figure_of_a_cpu_is_made_again_or_a_reason_is_given() -> None:

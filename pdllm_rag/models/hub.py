@@ -12,13 +12,14 @@ from pathlib import Path
 from pdllm_rag.errors import UnknownModelError
 
 BUNDLED = {"demo": Path(__file__).parent / "demo"}
+BUNDLED_ADAPTERS = {"demo-d2f": Path(__file__).parent / "demo_d2f"}  # for the canvas rows of "demo"
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SMALL = ["*.json", "merges.txt", "*.jinja", "LICENSE*"]
 
 
 def locate(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """Folder of a bundled model, of a local checkpoint or adapter, or of a hub repository's snapshot.
+    """Folder of a bundled model or adapter, of a local checkpoint or adapter, or of a hub repository's snapshot.
 
     Args:
         revision: branch, tag or commit of a hub repository; None takes its main branch.
@@ -27,8 +28,8 @@ def locate(name: str, *, revision: str | None = None, weights: bool = True) -> P
     Raises:
         UnknownModelError: none of them, or the hub does not give it.
     """
-    if name in BUNDLED:
-        return BUNDLED[name]
+    if name in BUNDLED or name in BUNDLED_ADAPTERS:
+        return (BUNDLED | BUNDLED_ADAPTERS)[name]
     folder = Path(name).expanduser()
     if any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
         return folder
