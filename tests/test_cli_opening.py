@@ -250,7 +250,9 @@ def test_a_prefill_of_nothing_makes_no_store(pdllm: Pdllm, tmp_path: Path, tiny_
     (tmp_path / "empty").mkdir()
     argv = ("--store", tmp_path / "kb", "--model", tiny_model_path)
     assert pdllm("prefill", tmp_path / "typo", *argv).status == 1
-    assert pdllm("prefill", tmp_path / "empty", *argv).status == 0
+    told = pdllm("prefill", tmp_path / "empty", *argv)
+    assert told.status == 0
+    assert "no file to read; read are .txt" in " ".join(told.err.split())
     assert one_object(pdllm("prefill", tmp_path / "*.md", *argv, "--json"))["documents"]["failed"] == [
         {"path": str(tmp_path / "*.md"), "reason": "the pattern matches nothing"}
     ]

@@ -107,25 +107,21 @@ def asked(corpus: Corpus, rows: Sequence[dict[str, str]], near: Sequence[dict[st
 
 
 def fitted(signs: Sequence[Signs]) -> Support:
-    """Logistic regression, by Newton's method; `typical_margin` makes the boundary that of the probe alone."""
-
-    def weights_of(columns: Sequence[torch.Tensor]) -> torch.Tensor:
-        x = torch.stack([torch.ones_like(columns[0]), *columns], dim=1)
-        w = torch.zeros(x.shape[1], dtype=torch.float64)
-        for _ in range(50):
-            p = torch.sigmoid(x @ w)
-            hessian = (x * (share * p * (1 - p))[:, None]).T @ x + 1e-6 * torch.eye(len(w), dtype=torch.float64)
-            w += torch.linalg.solve(hessian, x.T @ (share * (held - p)))
-        return w
-
+    """Logistic regression by Newton's method; `typical_margin` withholds as many supported answers as margins do."""
     probe, margin = (
-        torch.tensor([getattr(one, name) for one in signs], dtype=torch.float64) for name in Signs._fields[1:]
+        torch.tensor([getattr(one, name) for one in signs], dtype=torch.float64) for name in ("probe", "margin")
     )
     held = torch.tensor([one.kind == "supported" for one in signs], dtype=torch.float64)
     share = torch.where(held > 0, 0.5 / held.sum(), 0.5 / (1 - held).sum()) * len(signs)
-    bias, no_answer, of_margin = weights_of([probe, margin]).tolist()
-    alone_bias, alone = weights_of([probe]).tolist()
-    at = -alone_bias / alone  # the probe at which it says one half by itself
+    x = torch.stack([torch.ones_like(probe), probe, margin], dim=1)
+    w = torch.zeros(3, dtype=torch.float64)
+    for _ in range(50):
+        p = torch.sigmoid(x @ w)
+        hessian = (x * (share * p * (1 - p))[:, None]).T @ x + 1e-6 * torch.eye(3, dtype=torch.float64)
+        w += torch.linalg.solve(hessian, x.T @ (share * (held - p)))
+    bias, no_answer, of_margin = w.tolist()
+    withheld = float((x[held > 0] @ w < 0).double().mean())
+    at = float(probe[held > 0].quantile(1 - withheld))
     return Support(bias, no_answer, of_margin, typical_margin=-(bias + no_answer * at) / of_margin)
 
 

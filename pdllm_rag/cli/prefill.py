@@ -136,13 +136,18 @@ def _nothing_to_read(args: argparse.Namespace) -> PrefillReport | None:
 
 def _tell(report: PrefillReport, args: argparse.Namespace, costs: Sequence[str] = ()) -> int:
     """Print the report; the exit status that it means."""
+    n_good = report.added + report.updated + report.unchanged
+    if not (n_good or report.failed or report.missing or report.pruned or args.shard[1] > 1):
+        from pdllm_rag.readers import MEDIA_TYPES
+
+        where = ", ".join(map(visible, args.paths))
+        say("warning", f"{where}: no file to read; read are {' '.join(MEDIA_TYPES)} and text without an ending")
     if args.json or not on_terminal(sys.stderr):
         say("done", f"{_documents(report)}; {_speed(report)}")
     if args.json:
         write_json(report.as_dict())
     else:
         _show(report, costs, results())
-    n_good = report.added + report.updated + report.unchanged
     return 1 if report.failed and not n_good else 0
 
 
