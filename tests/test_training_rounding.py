@@ -98,12 +98,12 @@ def test_a_layer_is_calibrated_by_rows_that_are_used(tmp_path: Path) -> None:
     unused = [batch.marks.sample[0] == 0 for batch in batches]
     assert any(rows.any() for rows in unused)
     before = {name: p.detach().clone() for name, p in subject.model.named_parameters()}
-    first = round_layers(subject.backbone, batches, lambda layer: None)
+    first = round_layers(subject.backbone, batches, lambda _: None)
     for name, parameter in subject.model.named_parameters():
         parameter.data.copy_(before[name])
     for batch, rows in zip(batches, unused, strict=True):
         batch.ids[0][rows] = 9  # what stands where nothing is
-    second = round_layers(subject.backbone, batches, lambda layer: None)
+    second = round_layers(subject.backbone, batches, lambda _: None)
     assert first.keys() == second.keys() == {name for name, p in before.items() if p.dim() == 2}
     assert all(torch.equal(first[name].levels, second[name].levels) for name in first)
 
