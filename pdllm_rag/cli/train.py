@@ -42,8 +42,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     for kind, about in ABOUT.items():
         _add_common(kinds.add_parser(kind, help=about, description=f"{about.capitalize()}. {DETAILS[kind]}"), kind)
     about = "round the mean of checkpoints to 4 bits, calibrated on data (GPTQ)"
-    rounding = kinds.add_parser("round", help=about, description=f"{about.capitalize()}; on the CPU. The embedding is "
-                                "rounded to the nearest level.")  # fmt: skip
+    rounding = kinds.add_parser("round", help=about, description=f"{about[0].upper()}{about[1:]}; on the CPU. "
+                                "Embedding and head are rounded to the nearest level.")  # fmt: skip
     rounding.add_argument("--model", required=True, nargs="+", metavar="M", help="one or several of the same shape")
     _add_data(rounding)
     rounding.add_argument("--out", required=True, metavar="DIR", help="of the rounded checkpoint")

@@ -35,8 +35,9 @@ def locate(name: str, *, revision: str | None = None, weights: bool = True) -> P
         return folder
     if folder.exists() or not _ID.fullmatch(name):
         raise UnknownModelError(
-            f"model {name!r} is neither a bundled model ({', '.join(sorted(BUNDLED))}) nor a folder with config.json "
-            "nor a hub id like owner/name; pass --model demo, a checkpoint's folder or an id"
+            f"model {name!r} is neither a bundled model ({', '.join(sorted(BUNDLED))}) or adapter "
+            f"({', '.join(sorted(BUNDLED_ADAPTERS))}) nor a folder with config.json or adapter_config.json nor an "
+            "id like owner/name; name the bundled one, a checkpoint's folder or an id"
         )
     return _snapshot(name, revision, [*_SMALL, "*.safetensors"] if weights else _SMALL)
 

@@ -15,7 +15,7 @@ import torch
 
 GROUP = 32
 SUFFIX = "_q4"
-SHARES = (1.0, 0.9, 0.8)  # of a group's farthest value that take its last level; see `scales`
+SHARES = (1.0, 0.9, 0.8)  # of a group's farthest value, which level -8 may stand for
 
 
 def is_packed(names: Mapping[str, object]) -> bool:
@@ -76,7 +76,7 @@ def quantised(weight: torch.Tensor) -> Q4:
 def scales(weight: torch.Tensor, shares: Sequence[float], *, importance: torch.Tensor | None = None) -> torch.Tensor:
     """Scales of a float32 matrix's groups, float16 [rows, columns/32].
 
-    The value farthest from zero takes level -8 times a share, the best of `shares` by the squared error: levels reach
+    Level -8 stands for a share of the value farthest from zero, the best of `shares` by the squared error: levels reach
     one step farther on that side, and a large value is worth cutting where it spares the others.
 
     Args:

@@ -23,7 +23,7 @@ from pdllm_rag.training.visibility import dense_mask
 
 DAMPING = 0.01  # of the mean second moment, added to each
 BLOCK = 64  # columns whose errors are handed on together
-SHARES = tuple(1.05 - 0.025 * step for step in range(20))  # of a group's farthest value that take its last level
+CUTS = tuple(1.05 - 0.025 * step for step in range(20))  # as `packed.SHARES`, finer
 Report = Callable[[int], None]
 
 
@@ -36,7 +36,7 @@ def calibrated_q4(weight: torch.Tensor, moments: torch.Tensor) -> packed.Q4:
     packed.check_q4([weight])
     damped = moments + DAMPING * moments.diagonal().mean() * torch.eye(len(moments), dtype=moments.dtype)
     size = damped.diagonal().float()
-    scale = packed.scales(weight.float(), SHARES, importance=size)
+    scale = packed.scales(weight.float(), CUTS, importance=size)
     order = size.argsort(descending=True)
     factor = torch.linalg.cholesky(damped[order][:, order])
     onto = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True).float()
@@ -57,9 +57,9 @@ def calibrated_q4(weight: torch.Tensor, moments: torch.Tensor) -> packed.Q4:
 
 @torch.no_grad()
 def round_layers(backbone: Backbone, batches: Sequence[Batch], report: Report) -> dict[str, packed.Q4]:
-    """Round the matrices of every layer, in place, and the embedding to the nearest; on a CPU.
+    """Round the matrices of every layer, in place, then the embedding to the nearest; on a CPU.
 
-    A layer is calibrated by what the rounded layers before it give for `batches`.
+    A layer is calibrated by what the rounded layers before it give for `batches`, over the embedding as it was.
 
     Args:
         report: is told each layer that is done.

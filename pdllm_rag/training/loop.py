@@ -111,13 +111,14 @@ class Loop:
             norm = self._masters.step(plan.rate(step), clip=plan.clip)
             positions += batch.ids.numel()
             done = step + 1
-            if _due(done, plan.report_every, plan.steps):
-                line = {"step": done, "loss": float(found.loss.detach()), "norm": float(norm)}
-                if not all(map(math.isfinite, line.values())):
-                    raise TrainingError(
-                        f"step {done}: the loss is {line['loss']} and the gradient's norm {line['norm']}; expected "
-                        "finite numbers. Lower --lr, or go on from the last checkpoint with another --seed"
-                    )
+            reports, saves = (_due(done, every, plan.steps) for every in (plan.report_every, plan.save_every))
+            line = {"step": done, "loss": float(found.loss.detach()), "norm": float(norm)} if reports or saves else {}
+            if not all(map(math.isfinite, line.values())):
+                raise TrainingError(
+                    f"step {done}: the loss is {line['loss']} and the gradient's norm {line['norm']}; expected finite "
+                    "numbers. Begin again in another folder, with a lower --lr or another --seed"
+                )
+            if reports:
                 seconds = time.perf_counter() - clock
                 line |= {"accuracy": float(found.accuracy), "lr": plan.rate(step)}
                 line |= {"steps_per_s": (done - since) / seconds, "positions_per_s": positions / seconds}
@@ -126,7 +127,7 @@ class Loop:
             if _due(done, plan.validate_every, plan.steps) and self._validation is not None:
                 self._tell({"step": done, **self.validate()}, report)
                 clock = time.perf_counter()
-            if _due(done, plan.save_every, plan.steps):
+            if saves:
                 self._save(done)
                 clock = time.perf_counter()
         return begun

@@ -86,6 +86,24 @@ class Subject(NamedTuple):
         backbone = Backbone(model, rope, mask_id=spec.mask_id, forbidden_from=spec.n_tokens)
         return cls(spec, tokenizer, folder, model, layout, backbone)
 
+    def alike(self, name: str) -> Any:
+        """The modules of another checkpoint, which must be read as this one is.
+
+        Raises:
+            ValueError: its special tokens, logit shift or rotary tables are others.
+        """
+        other = Subject.open(name, "cpu")
+        ours, theirs = (
+            (one.spec.bos_id, one.spec.eos_ids, one.spec.mask_id, one.spec.logit_shift, one.spec.n_tokens)
+            for one in (self, other)
+        )
+        if ours != theirs or not torch.equal(self.backbone.rope.inv_freq, other.backbone.rope.inv_freq):
+            raise ValueError(
+                f"{name} and {self.folder} are read in other ways (BOS, EOS, mask, logit shift, tokens: {theirs} and "
+                f"{ours}, or the rotary tables); only checkpoints of one kind have a mean"
+            )
+        return other.model
+
 
 def adapt(run: Run, report: Report, noise: DiffusionNoise | None = None) -> Path:
     """Train all weights; returns the folder of the checkpoint.
@@ -144,8 +162,10 @@ def round_mean(
     Raises:
         ModelError, ValueError.
     """
+    if folder.resolve() in [locate(name).resolve() for name in names]:
+        raise ValueError(f"{folder} is one of the checkpoints; name another folder for what is rounded")
     subject = Subject.open(names[0], "cpu")
-    calibrated.average(subject.model, (Subject.open(name, "cpu").model for name in names[1:]))
+    calibrated.average(subject.model, (subject.alike(name) for name in names[1:]))
     noise = DiffusionNoise()
     stream = Stream(mixture, subject.spec, subject.tokenizer, noise, shape, n_rows=1, seed=f"{seed}/round")
     batches = [stream[number] for number in range(n_batches)]
