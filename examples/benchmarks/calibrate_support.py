@@ -107,7 +107,7 @@ def asked(corpus: Corpus, rows: Sequence[dict[str, str]], near: Sequence[dict[st
 
 
 def fitted(signs: Sequence[Signs]) -> Support:
-    """Logistic regression by Newton's method; `typical_margin` withholds as many supported answers as margins do."""
+    """Logistic regression by Newton's method; `typical_margin` is the lower quartile of supported questions."""
     probe, margin = (
         torch.tensor([getattr(one, name) for one in signs], dtype=torch.float64) for name in ("probe", "margin")
     )
@@ -120,9 +120,8 @@ def fitted(signs: Sequence[Signs]) -> Support:
         hessian = (x * (share * p * (1 - p))[:, None]).T @ x + 1e-6 * torch.eye(3, dtype=torch.float64)
         w += torch.linalg.solve(hessian, x.T @ (share * (held - p)))
     bias, no_answer, of_margin = w.tolist()
-    withheld = float((x[held > 0] @ w < 0).double().mean())
-    at = float(probe[held > 0].quantile(1 - withheld))
-    return Support(bias, no_answer, of_margin, typical_margin=-(bias + no_answer * at) / of_margin)
+    typical = float(margin[held > 0].quantile(0.25))
+    return Support(bias, no_answer, of_margin, typical)
 
 
 def told(support: Support, signs: Sequence[Signs], *, margin: bool = True) -> dict[str, Any]:
@@ -168,6 +167,7 @@ def plot(figures: dict[str, Any], path: str) -> None:
     axis.plot([one["said"] for one in bins], [one["is"] for one in bins], "o-", color="#0b6e4f")
     for one in bins:
         axis.annotate(str(one["n"]), (one["said"], one["is"]), xytext=(6, -10), textcoords="offset points", fontsize=8)
+    axis.set_xlim(-0.05, 1.12)
     axis.set_xlabel("support that was said")
     axis.set_ylabel("share whose text was there")
     figure.savefig(path)
