@@ -2,7 +2,9 @@
 
 - copies of stored chunks (`copies`) are taken out of system and user messages; the chunks are to be read instead;
 - text in no chunk is context too where it stands between two copies, or where templates put context (`templates`);
-- all other text is the question and the template around it. A message that would leave no question is one as a whole.
+- all other text is the question and the template around it. A message that would leave no question is one as a whole;
+- what was pasted before the last answer is left out: it belongs to an earlier question. System messages always count;
+- a template into which nothing was put (`templates.is_template`) holds no chunks: whoever filled it has looked already.
 
 Nothing in a text names a chunk: whoever pastes one has its whole text already.
 """
@@ -22,7 +24,7 @@ from pdllm_rag.errors import UnmatchedContextError
 from pdllm_rag.events import Messages
 from pdllm_rag.given import Chosen, id_of
 from pdllm_rag.squeezing import ANCHOR_SIGNS, signs_of
-from pdllm_rag.templates import context_regions, labelled_question
+from pdllm_rag.templates import context_regions, is_template, labelled_question
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ class Resolved(NamedTuple):
     """What a prompt, or documents, hold.
 
     turns: messages {"role", "content"} without the context.
-    chunks: stored chunks in order, for `RagEngine.answer`; None if there was no context at all.
+    chunks: stored chunks in order, for `RagEngine.answer`; None if there was neither context nor a template for it.
     context: texts that are to be encoded now.
     recognised: chunks that were found by their text.
     unmatched_chars: code points of context in no stored chunk, whatever becomes of it.
@@ -87,14 +89,19 @@ class Resolver:
         turns: list[dict[str, str]] = []
         copies: list[Copy] = []
         unmatched: list[str] = []
+        templates = False
+        last = len(messages) - 1
+        answered = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         for number, message in enumerate(messages):
             text = message["content"]
             if message["role"] in ("system", "user"):
-                text, found, others = self._parted(text, is_question=number == len(messages) - 1)
-                copies += found
-                unmatched += others
+                text, found, others = self._parted(text, is_question=number == last)
+                if message["role"] == "system" or number > answered:
+                    copies += found
+                    unmatched += others
+                    templates = templates or is_template(message["content"], is_question=number == last)
             turns.append({"role": message["role"], "content": text})
-        if not copies and not unmatched:
+        if not copies and not unmatched and not templates:
             return Resolved(turns, None, [], 0, 0)
         if self._asked == "question":
             question = turns[-1]["content"]

@@ -54,6 +54,17 @@ def labelled_question(text: str) -> str | None:
     return text[start : min(following, default=len(text))].strip() or None
 
 
+def is_template(text: str, *, is_question: bool) -> bool:
+    """Whether a text has a place for context, or a labelled question with anything before it or another label behind.
+
+    A question that is labelled and nothing else ("Question: who?") is none.
+    """
+    if context_regions(text, is_question=is_question):
+        return True
+    label = _QUESTION.search(text) if is_question and labelled_question(text) else None
+    return label is not None and (label.start() > 0 or _ANSWER.search(text, label.end()) is not None)
+
+
 def _end(text: str, start: int) -> int:
     """Where context ends that begins at `start`: at the last label of a question behind it, else of an answer."""
     for pattern in (_QUESTION, _ANSWER):

@@ -1,7 +1,7 @@
 """From a framework's request to the engine's arguments: what is asked, and what is to be read for it.
 
 What is read is, in this order: chunks or texts that the call names; documents that the messages bring along as such;
-context that is pasted into them (`resolving`); else what retrieval finds.
+context that is pasted into them (`resolving`), none if a template for it is empty; else what retrieval finds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pdllm_rag.engine import RagEngine
     from pdllm_rag.resolving import Part
 
-OWN_OPTIONS = ("recognise", "on_unmatched", "max_history_tokens", "timeout")
+OWN_OPTIONS = ("recognise", "on_unmatched", "retrieve", "max_history_tokens", "timeout")
 
 Turns = list[dict[str, str]]
 
@@ -58,6 +58,7 @@ class AnswerComponent(AskComponent):
     """A component that answers prompts with context in them.
 
     Attributes:
+        retrieve: look for chunks where neither call nor messages bring any; False: then there is nothing to read.
         recognise: read stored chunks whose text is pasted into a prompt from the store.
         on_unmatched: what becomes of other context: "prefill" encodes it for this question, "ignore" leaves it out,
             "error" raises `UnmatchedContextError`. The response's metadata counts it in any case.
@@ -65,6 +66,7 @@ class AnswerComponent(AskComponent):
         timeout: seconds after which `GenerationCancelled` is raised at the next denoising step.
     """
 
+    retrieve: StrictBool = True
     recognise: StrictBool = True
     on_unmatched: Literal["prefill", "ignore", "error"] = "prefill"
     max_history_tokens: Annotated[StrictInt, Field(ge=0)] = MAX_TOKENS
@@ -81,9 +83,11 @@ class AnswerComponent(AskComponent):
         Raises:
             ValueError: an unknown option or a bad value; UnmatchedContextError, StoreError, ModelError.
         """
+        from pdllm_rag.resolving import Resolved
+
         given = dict(given)
         own = {name: given.pop(name, None) for name in ("chunks", *OWN_OPTIONS)}
-        recognise, on_unmatched, max_history_tokens, timeout = (
+        recognise, on_unmatched, retrieve, max_history_tokens, timeout = (
             getattr(self, name) if own[name] is None else own[name] for name in OWN_OPTIONS
         )
         if own["chunks"] is not None:
@@ -92,7 +96,8 @@ class AnswerComponent(AskComponent):
         engine = self.opened()
         if timeout is not None:
             arguments["cancel"] = Deadline(timeout, arguments.get("cancel"))
-        if arguments.keys() & {"chunk_ids", "context"}:
+        is_named = bool(arguments.keys() & {"chunk_ids", "context"})
+        if is_named:
             resolved = None
         elif parts is not None:
             resolved = engine.resolver.documents(parts, on_unmatched)
@@ -101,10 +106,13 @@ class AnswerComponent(AskComponent):
         n_turns = len(turns)
         left = resolved.turns if resolved is not None and parts is None else turns
         turns = kept_turns(left, engine.model.tokenizer.encode, max_history_tokens)
+        if (resolved is None or resolved.chunks is None) and not is_named and not retrieve:
+            resolved = Resolved(turns, [], [], 0, 0)
+        material = resolved is not None and resolved.chunks is not None
+        if (is_named or material) and given.get("filter") is None:
+            arguments.pop("filter", None)  # the component's own is for retrieval
         if resolved is None or resolved.chunks is None:
             return Request(engine, turns, arguments, n_turns, 0, 0)
-        if given.get("filter") is None:
-            arguments.pop("filter", None)  # the component's own is for retrieval
         if resolved.context:
             arguments["context"] = resolved.context
         if resolved.chunks or not resolved.context:

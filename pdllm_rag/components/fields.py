@@ -121,7 +121,8 @@ class StoreComponent(BaseModel):
     def identifying_params(self) -> dict[str, Any]:
         """The identity and the component's own options, for caches of answers."""
         names = sorted(
-            type(self).model_fields.keys() & {*ask_options(), "recognise", "on_unmatched", "max_history_tokens"}
+            type(self).model_fields.keys()
+            & {*ask_options(), "recognise", "on_unmatched", "retrieve", "max_history_tokens"}
         )
         return {**self.identity(), **{name: getattr(self, name) for name in names}}
 
