@@ -15,6 +15,7 @@ from llama_index.core.node_parser import TokenTextSplitter
 from llama_index.core.schema import Document, MetadataMode, NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.types import (
+    FilterCondition,
     FilterOperator,
     MetadataFilter,
     MetadataFilters,
@@ -212,6 +213,25 @@ def test_what_it_cannot_search_for_is_refused(where: dict[str, str]) -> None:
     store.add(documents(**TEXTS))
     with pytest.raises(ValueError, match="not searched by embeddings"):
         store.query(VectorStoreQuery(query_embedding=[0.0], similarity_top_k=1))
-    more = MetadataFilters(filters=[MetadataFilter(key="year", value=3, operator=FilterOperator.GT)])
-    with pytest.raises(ValueError, match="equalities joined by 'and'"):
-        store.query(VectorStoreQuery(query_str="x", similarity_top_k=1, filters=more))
+    more = MetadataFilter(key="year", value=3, operator=FilterOperator.GT)
+    alpha, beta = MetadataFilter(key="colour", value="a"), MetadataFilter(key="colour", value="b")
+    nested = MetadataFilters(filters=[alpha, MetadataFilters(filters=[beta])])
+    for filters in (
+        MetadataFilters(filters=[more]),
+        MetadataFilters(filters=[alpha], condition=FilterCondition.NOT),
+        MetadataFilters(filters=[alpha, beta], condition=FilterCondition.OR),
+        nested,
+    ):
+        with pytest.raises(ValueError, match="equalities joined by 'and'"):
+            store.query(VectorStoreQuery(query_str="x", similarity_top_k=1, filters=filters))
+    for query, named in (
+        ({"doc_ids": ["beta"]}, "doc_ids"),
+        ({"node_ids": ["n"]}, "node_ids"),
+        ({"mode": "mmr"}, "mmr"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            store.query(VectorStoreQuery(query_str="x", similarity_top_k=1, **query))  # type: ignore[arg-type]
+    both = MetadataFilters(filters=[alpha, beta])
+    assert store.query(VectorStoreQuery(query_str="x", similarity_top_k=1, filters=both)).ids == []
+    either = MetadataFilters(filters=[alpha, alpha])
+    assert store.query(VectorStoreQuery(query_str="x", similarity_top_k=1, filters=either)).ids
