@@ -37,7 +37,7 @@ _BLANK_LINES = re.compile(r"\n\s*\n")
 class Part(NamedTuple):
     """A document that comes with a question: its text ("" if only the chunk is known) and the chunk it is said to be.
 
-    A chunk that the store does not hold (any more) is looked for by its text.
+    A text that is not that chunk's (any more), up to white space and Unicode form, is looked for as one without.
     """
 
     text: str
@@ -113,12 +113,12 @@ class Resolver:
         """Resolve documents that are known to be context; there are no turns. For the rest see `prompt`."""
         _check(on_unmatched)
         named = [part.chunk for part in parts if part.chunk is not None]
-        held = self._copies.held([id_of(chunk) for chunk in named])
+        stored = self._copies.signs([id_of(chunk) for chunk in named])
         chunks: list[ChunkId | str | Chosen] = []
         copies: list[Copy] = []
         unmatched: list[str] = []
         for text, chunk in parts:
-            if chunk is not None and (not text or id_of(chunk) in held):
+            if chunk is not None and (not text or stored.get(id_of(chunk)) == signs_of(text)):
                 chunks.append(chunk)
                 continue
             found = self._copies.find(text)

@@ -201,6 +201,15 @@ def test_documents_are_known_by_their_chunk_or_by_their_text(resolver: Resolver,
     assert resolver.documents([]).chunks == []
 
 
+def test_a_document_whose_text_was_changed_is_read_as_it_is_now(resolver: Resolver, ids: dict[str, bytes]) -> None:
+    """Compressors shorten what a retriever found and keep its metadata."""
+    chosen = Chosen(ids["b"].hex(), -1.0, 0.5)
+    short = STORED["b"].partition(",")[0]
+    resolved = resolver.documents([Part(short, chosen), Part(STORED["b"].replace(" ", "\n"), chosen)])
+    assert (resolved.chunks, resolved.context, resolved.unmatched_chars) == ([chosen], [short], len(short))
+    assert resolver.documents([Part(STORED["a"], chosen)]).chunks == [ids["a"]]
+
+
 # -- answers -------------------------------------------------------------------------------------------------------
 
 

@@ -116,6 +116,18 @@ def test_documents_of_another_retriever_are_known_by_their_text(chat: ChatPDLLM,
     assert block.response_metadata["kv"]["unmatched_chars"] == len(FOREIGN)
 
 
+def test_a_document_that_was_changed_since_is_answered_from_its_own_text(
+    chat: ChatPDLLM, retriever: PDLLMRetriever
+) -> None:
+    (doc, *_) = retriever.invoke(QUESTION)
+    doc.page_content = FOREIGN
+    for kv in (
+        chat.invoke([as_message([doc], QUESTION)]).response_metadata["kv"],
+        chat.invoke(QUESTION, chunks=[doc]).response_metadata["kv"],
+    ):
+        assert (kv["hit"], kv["unmatched_chars"]) == (0, len(FOREIGN))
+
+
 def test_context_that_is_in_no_chunk_is_answered_and_reported(chat: ChatPDLLM) -> None:
     prompt = TEMPLATE.format(context=FOREIGN, question="When does the zeta boat sail?")
     message = chat.invoke(prompt)
