@@ -90,34 +90,32 @@ class AnswerComponent(AskComponent):
         recognise, on_unmatched, retrieve, max_history_tokens, timeout = (
             getattr(self, name) if own[name] is None else own[name] for name in OWN_OPTIONS
         )
-        if own["chunks"] is not None:
-            parts = [self.part(chunk) for chunk in own["chunks"]]
         arguments = self.engine_options(given)
+        is_named = bool(arguments.keys() & {"chunk_ids", "context"})
+        if own["chunks"] is not None:
+            if "chunk_ids" in arguments:
+                raise ValueError(f"{type(self).__name__} got both chunks and chunk_ids; expected one of them")
+            parts = [self.part(chunk) for chunk in own["chunks"]]
+        elif is_named:
+            parts = None
         engine = self.opened()
         if timeout is not None:
             arguments["cancel"] = Deadline(timeout, arguments.get("cancel"))
-        is_named = bool(arguments.keys() & {"chunk_ids", "context"})
-        if is_named:
-            resolved = None
-        elif parts is not None:
-            resolved = engine.resolver.documents(parts, on_unmatched)
-        else:
-            resolved = engine.resolver.prompt(turns, on_unmatched) if recognise else None
-        n_turns = len(turns)
-        left = resolved.turns if resolved is not None and parts is None else turns
-        turns = kept_turns(left, engine.model.tokenizer.encode, max_history_tokens)
-        if (resolved is None or resolved.chunks is None) and not is_named and not retrieve:
-            resolved = Resolved(turns, [], [], 0, 0)
-        material = resolved is not None and resolved.chunks is not None
-        if (is_named or material) and given.get("filter") is None:
+        resolved = Resolved(turns, None if is_named or retrieve else [], [], 0, 0)
+        if parts is not None:
+            resolved = engine.resolver.documents(parts, on_unmatched)._replace(turns=turns)
+        elif recognise and not is_named:
+            found = engine.resolver.prompt(turns, on_unmatched)
+            resolved = resolved if found.chunks is None else found
+        kept = kept_turns(resolved.turns, engine.model.tokenizer.encode, max_history_tokens)
+        if (is_named or resolved.chunks is not None) and given.get("filter") is None:
             arguments.pop("filter", None)  # the component's own is for retrieval
-        if resolved is None or resolved.chunks is None:
-            return Request(engine, turns, arguments, n_turns, 0, 0)
-        if resolved.context:
-            arguments["context"] = resolved.context
-        if resolved.chunks or not resolved.context:
+        context = [*_listed(arguments.get("context")), *resolved.context]
+        if context:
+            arguments["context"] = context
+        if resolved.chunks or (resolved.chunks is not None and not context):
             arguments["chunk_ids"] = resolved.chunks
-        return Request(engine, turns, arguments, n_turns, resolved.recognised, resolved.unmatched_chars)
+        return Request(engine, kept, arguments, len(turns), resolved.recognised, resolved.unmatched_chars)
 
     def part(self, chunk: Any) -> Part:
         """A chunk that a call names: its id, or a document of the framework (subclasses know it).
@@ -130,6 +128,10 @@ class AnswerComponent(AskComponent):
         if isinstance(chunk, (str, bytes)):
             return Part("", chunk)
         raise ValueError(f"{type(self).__name__} got a chunk of type {type(chunk).__name__}; expected ids or documents")
+
+
+def _listed(context: str | Sequence[str] | None) -> Sequence[str]:
+    return [context] if isinstance(context, str) else context or ()
 
 
 class Deadline(threading.Event):

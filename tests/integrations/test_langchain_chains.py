@@ -128,6 +128,17 @@ def test_a_document_that_was_changed_since_is_answered_from_its_own_text(
         assert (kv["hit"], kv["unmatched_chars"]) == (0, len(FOREIGN))
 
 
+def test_chunks_and_texts_of_a_call_are_read_together(chat: ChatPDLLM, retriever: PDLLMRetriever) -> None:
+    docs = retriever.invoke(QUESTION)[:2]
+    kv = chat.invoke(QUESTION, chunks=docs, context=FOREIGN).response_metadata["kv"]
+    assert (kv["hit"], kv["unmatched_chars"]) == (2, 0)
+    assert kv["recomputed"] == chat.invoke(QUESTION, context=FOREIGN).response_metadata["kv"]["recomputed"] > 0
+    both = [*docs, Document(page_content=FOREIGN)]
+    assert chat.invoke(QUESTION, chunks=both, context=[]).response_metadata["kv"]["hit"] == 2
+    with pytest.raises(ValueError, match="both chunks and chunk_ids"):
+        chat.invoke(QUESTION, chunks=docs, chunk_ids=[docs[0].id])
+
+
 def test_context_that_is_in_no_chunk_is_answered_and_reported(chat: ChatPDLLM) -> None:
     prompt = TEMPLATE.format(context=FOREIGN, question="When does the zeta boat sail?")
     message = chat.invoke(prompt)
