@@ -23,6 +23,7 @@ from pdllm_rag.copies import Copies, Copy
 from pdllm_rag.errors import UnmatchedContextError
 from pdllm_rag.events import Messages
 from pdllm_rag.given import Chosen, id_of
+from pdllm_rag.history import question_start
 from pdllm_rag.squeezing import ANCHOR_SIGNS, signs_of
 from pdllm_rag.templates import context_regions, is_template, labelled_question
 
@@ -91,12 +92,12 @@ class Resolver:
         unmatched: list[str] = []
         templates = False
         last = len(messages) - 1
-        answered = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        start = question_start(messages)
         for number, message in enumerate(messages):
             text = message["content"]
             if message["role"] in ("system", "user"):
                 text, found, others = self._parted(text, is_question=number == last)
-                if message["role"] == "system" or number > answered:
+                if message["role"] == "system" or number >= start:
                     copies += found
                     unmatched += others
                     templates = templates or is_template(message["content"], is_question=number == last)

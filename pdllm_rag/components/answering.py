@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import Field, StrictBool, StrictInt
 
 from pdllm_rag.components.fields import AskComponent
-from pdllm_rag.history import MAX_TOKENS, kept_turns
+from pdllm_rag.history import MAX_TOKENS, kept_turns, question_start
 
 if TYPE_CHECKING:
     from pdllm_rag.answer import AnswerStats
@@ -160,6 +160,20 @@ class Usage(NamedTuple):
         """Usage of an answer."""
         computed = stats.context_tokens - stats.cached_tokens
         return cls(stats.prompt_tokens + stats.context_tokens, stats.tokens, stats.cached_tokens, computed)
+
+
+def counted(turns: Turns, brought: Sequence[list[Part] | None]) -> list[Part] | None:
+    """Of the documents that each turn brings, those that the last question is about; None if none were to come.
+
+    They are those of system messages and those since the last answer; earlier ones belong to an earlier question.
+    """
+    start = question_start(turns)
+    counting = [
+        parts
+        for at, parts in enumerate(brought)
+        if parts is not None and (at >= start or turns[at]["role"] == "system")
+    ]
+    return [part for parts in counting for part in parts] if counting else None
 
 
 def document_part(document_id: str | None, text: str, metadata: Mapping[str, Any]) -> Part:
