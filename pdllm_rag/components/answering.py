@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, StrictBool, StrictInt
 
-from pdllm_rag.components.fields import AskComponent
+from pdllm_rag.components.fields import MATERIAL, AskComponent, Number, ask_options
 from pdllm_rag.history import MAX_TOKENS, kept_turns, question_start
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class AnswerComponent(AskComponent):
     recognise: StrictBool = True
     on_unmatched: Literal["prefill", "ignore", "error"] = "prefill"
     max_history_tokens: Annotated[StrictInt, Field(ge=0)] = MAX_TOKENS
-    timeout: float | None = None
+    timeout: Annotated[Number, Field(ge=0)] | None = None
 
     def request(self, turns: Turns, parts: Sequence[Part] | None, given: Mapping[str, Any]) -> Request:
         """Read a request; it may take a while, since it opens the engine.
@@ -85,7 +85,7 @@ class AnswerComponent(AskComponent):
         """
         from pdllm_rag.resolving import Resolved
 
-        given = dict(given)
+        given = self.checked({*ask_options(), *MATERIAL, "chunks", *OWN_OPTIONS}, given)
         own = {name: given.pop(name, None) for name in ("chunks", *OWN_OPTIONS)}
         recognise, on_unmatched, retrieve, max_history_tokens, timeout = (
             getattr(self, name) if own[name] is None else own[name] for name in OWN_OPTIONS
