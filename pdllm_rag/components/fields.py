@@ -57,8 +57,6 @@ class EngineHandle:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EngineHandle)
 
-    __hash__ = object.__hash__
-
     def __reduce__(self) -> tuple[type[EngineHandle], tuple[()]]:
         return EngineHandle, ()
 
@@ -228,7 +226,7 @@ class AskComponent(StoreComponent):
 @cache
 def _adapter(component: type[StoreComponent], name: str) -> TypeAdapter[Any] | None:
     field = component.model_fields.get(name)
-    kind = _GIVEN.get(name) if field is None else Annotated[field.annotation, field]  # type: ignore[name-defined]
+    kind: Any = _GIVEN.get(name) if field is None else Annotated[field.annotation, field]
     return None if kind is None else TypeAdapter(kind)
 
 
