@@ -70,7 +70,7 @@ def is_template(text: str, *, is_question: bool) -> bool:
 
 
 def _end(text: str, start: int) -> int:
-    """Where context ends that begins at `start`: at the last label behind it of a question, else an answer, else an instruction."""
+    """Where context ends: at the last label from `start` on of a question, else an answer, else an instruction."""
     for pattern in (_QUESTION, _ANSWER, _INSTRUCTION):
         if labels := list(pattern.finditer(text, start)):
             return labels[-1].start()

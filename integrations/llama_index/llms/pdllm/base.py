@@ -53,8 +53,9 @@ class PDLLM(AnswerComponent, CustomLLM):
 
     What it reads: the chunks of a call (`chunks=`: nodes or chunk ids), or the citable blocks of the messages; else the
     stored chunks whose text a query engine has pasted into the prompt, and other context that stands there
-    (`on_unmatched`); else it retrieves by itself. Every field from `k` to `timeout` can be given per call and wins
-    there; a call also takes `context` (texts) and `cancel` (a `threading.Event`).
+    (`on_unmatched`); for a bare question it retrieves by itself, unless `retrieve` is off; a template without context
+    is answered from nothing. Every field from `k` to `timeout` can be given per call and wins there; a call also takes
+    `context` (texts) and `cancel` (a `threading.Event`).
 
     A chat's message holds the text and a citation block for each chunk read; `raw` holds the answer with its citations
     and statistics, `usage` and `kv`. `PDLLMSynthesizer` keeps all that in a query engine's response; LlamaIndex's own
