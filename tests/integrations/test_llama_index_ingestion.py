@@ -233,5 +233,8 @@ def test_what_it_cannot_search_for_is_refused(where: dict[str, str]) -> None:
             store.query(VectorStoreQuery(query_str="x", similarity_top_k=1, **query))  # type: ignore[arg-type]
     both = MetadataFilters(filters=[alpha, beta])
     assert store.query(VectorStoreQuery(query_str="x", similarity_top_k=1, filters=both)).ids == []
+    of_alpha = PDLLMVectorStore(**where, filter={"colour": "a"})
+    only_beta = MetadataFilters(filters=[beta])
+    assert of_alpha.query(VectorStoreQuery(query_str="x", similarity_top_k=1, filters=only_beta)).ids == []
     either = MetadataFilters(filters=[alpha, alpha])
     assert store.query(VectorStoreQuery(query_str="x", similarity_top_k=1, filters=either)).ids

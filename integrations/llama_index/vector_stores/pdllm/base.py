@@ -61,7 +61,9 @@ class PDLLMVectorStore(SearchComponent, BasePydanticVectorStore):
         engine.delete_all([ref_doc_id, *parts])
 
     def query(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:
-        """The best chunks for `query.query_str`. Filters that want two values of one key find nothing.
+        """The best chunks for `query.query_str`. Its filters are for what the store's own `filter` admits.
+
+        Filters that want two values of one key find nothing.
 
         Raises:
             ValueError: the query has no text, a filter that is no equality, ids or another mode than the default.
@@ -69,11 +71,11 @@ class PDLLMVectorStore(SearchComponent, BasePydanticVectorStore):
         if not query.query_str:
             raise ValueError("PDLLMVectorStore got a query without text; it is not searched by embeddings")
         if query.mode != VectorStoreQueryMode.DEFAULT:
-            raise ValueError(f"PDLLMVectorStore got a query of mode {str(query.mode)!r}; expected the default")
+            raise ValueError(f"PDLLMVectorStore got a query of mode {query.mode!r}; expected the default")
         for name, ids in (("doc_ids", query.doc_ids), ("node_ids", query.node_ids)):
             if ids:
                 raise ValueError(f"PDLLMVectorStore got a query with {name}; expected filters on metadata instead")
-        equal = _equalities(query.filters)
+        equal = [*(self.filter or {}).items(), *_equalities(query.filters)]
         wanted = dict(equal)
         is_possible = all(wanted[key] == value for key, value in equal)
         given = {"k": query.similarity_top_k, "filter": wanted or None}
