@@ -67,9 +67,14 @@ class Copies:
             for start, end in _covering_most(runs)
         ]
 
-    def held(self, chunk_ids: Sequence[ChunkId]) -> set[ChunkId]:
-        """Those of the chunks that documents in the store refer to."""
-        return {ref.chunk_id for ref in self._index.refs_of(chunk_ids)}
+    def signs(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, str]:
+        """The signs of those of the chunks that documents in the store refer to."""
+        found = {}
+        for ref in self._index.refs_of(chunk_ids):
+            document = self._document(ref.doc_id)
+            if document is not None and ref in document.chunks:
+                found[ref.chunk_id] = signs_of(document.text[ref.char_start : ref.char_end])
+        return found
 
     def _confirmed(self, matches: Iterable[tuple[_Run, ChunkRef]], signs: str) -> dict[_Run, ChunkId]:
         """The matches whose stored text stands there, and the chunks behind them that follow in the text as well."""

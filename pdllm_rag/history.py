@@ -10,6 +10,11 @@ Turn = TypeVar("Turn", bound=Mapping[str, str])
 MAX_TOKENS = 512  # of earlier turns, unless somebody says otherwise
 
 
+def question_start(turns: Sequence[Mapping[str, str]]) -> int:
+    """The index of the first turn behind the last answer: what the question, the last turn, may come with."""
+    return max((at for at, turn in enumerate(turns, start=1) if turn["role"] == "assistant"), default=0)
+
+
 def kept_turns(turns: Sequence[Turn], encode: Callable[[str], Sequence[int]], max_tokens: int) -> list[Turn]:
     """The last turn, and before it the system messages and the newest turns that fit, in their order.
 

@@ -2,7 +2,9 @@
 
 - copies of stored chunks (`copies`) are taken out of system and user messages; the chunks are to be read instead;
 - text in no chunk is context too where it stands between two copies, or where templates put context (`templates`);
-- all other text is the question and the template around it. A message that would leave no question is one as a whole.
+- all other text is the question and the template around it. A message that would leave no question is one as a whole;
+- what was pasted before the last answer is left out: it belongs to an earlier question. System messages always count;
+- a template into which nothing was put (`templates.is_template`) holds no chunks: whoever filled it has looked already.
 
 Nothing in a text names a chunk: whoever pastes one has its whole text already.
 """
@@ -21,8 +23,9 @@ from pdllm_rag.copies import Copies, Copy
 from pdllm_rag.errors import UnmatchedContextError
 from pdllm_rag.events import Messages
 from pdllm_rag.given import Chosen, id_of
+from pdllm_rag.history import question_start
 from pdllm_rag.squeezing import ANCHOR_SIGNS, signs_of
-from pdllm_rag.templates import context_regions, labelled_question
+from pdllm_rag.templates import context_regions, is_template, labelled_question
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ _BLANK_LINES = re.compile(r"\n\s*\n")
 class Part(NamedTuple):
     """A document that comes with a question: its text ("" if only the chunk is known) and the chunk it is said to be.
 
-    A chunk that the store does not hold (any more) is looked for by its text.
+    A text that is not that chunk's (any more), up to white space and Unicode form, is looked for as one without.
     """
 
     text: str
@@ -46,7 +49,7 @@ class Resolved(NamedTuple):
     """What a prompt, or documents, hold.
 
     turns: messages {"role", "content"} without the context.
-    chunks: stored chunks in order, for `RagEngine.answer`; None if there was no context at all.
+    chunks: stored chunks in order, for `RagEngine.answer`; None if there was neither context nor a template for it.
     context: texts that are to be encoded now.
     recognised: chunks that were found by their text.
     unmatched_chars: code points of context in no stored chunk, whatever becomes of it.
@@ -87,14 +90,19 @@ class Resolver:
         turns: list[dict[str, str]] = []
         copies: list[Copy] = []
         unmatched: list[str] = []
+        templates = False
+        last = len(messages) - 1
+        start = question_start(messages)
         for number, message in enumerate(messages):
             text = message["content"]
             if message["role"] in ("system", "user"):
-                text, found, others = self._parted(text, is_question=number == len(messages) - 1)
-                copies += found
-                unmatched += others
+                text, found, others = self._parted(text, is_question=number == last)
+                if message["role"] == "system" or number >= start:
+                    copies += found
+                    unmatched += others
+                    templates = templates or is_template(message["content"], is_question=number == last)
             turns.append({"role": message["role"], "content": text})
-        if not copies and not unmatched:
+        if not copies and not unmatched and not templates:
             return Resolved(turns, None, [], 0, 0)
         if self._asked == "question":
             question = turns[-1]["content"]
@@ -106,12 +114,12 @@ class Resolver:
         """Resolve documents that are known to be context; there are no turns. For the rest see `prompt`."""
         _check(on_unmatched)
         named = [part.chunk for part in parts if part.chunk is not None]
-        held = self._copies.held([id_of(chunk) for chunk in named])
+        stored = self._copies.signs([id_of(chunk) for chunk in named])
         chunks: list[ChunkId | str | Chosen] = []
         copies: list[Copy] = []
         unmatched: list[str] = []
         for text, chunk in parts:
-            if chunk is not None and (not text or id_of(chunk) in held):
+            if chunk is not None and (not text or stored.get(id_of(chunk)) == signs_of(text)):
                 chunks.append(chunk)
                 continue
             found = self._copies.find(text)

@@ -22,6 +22,10 @@ _ANNOUNCED = re.compile(rf"{_POINTING % 'following|below'}.*?\n[ \t]*\n", re.IGN
 _QUESTION = re.compile(r"^[^\w\n]*(?:user(?:'s)?[ \t]+)?(?:question|query)[ \t]*:", re.IGNORECASE | re.MULTILINE)
 _ANSWER = re.compile(r"^[^\w\n]*(?:\w+[ \t]+)?(?:answer|response)[ \t]*:", re.IGNORECASE | re.MULTILINE)
 
+_INSTRUCTION = re.compile(
+    rf"^[^\w\n]*instructions?[ \t]*:.*\b(?:above|{_CONTEXT})\b", re.IGNORECASE | re.MULTILINE
+)  # one about the context: a document may have other ones
+
 
 def context_regions(text: str, *, is_question: bool) -> list[tuple[int, int]]:
     """Code points [start, end) where context is expected.
@@ -54,9 +58,20 @@ def labelled_question(text: str) -> str | None:
     return text[start : min(following, default=len(text))].strip() or None
 
 
+def is_template(text: str, *, is_question: bool) -> bool:
+    """Whether a text has a place for context, or a labelled question with anything before it or another label behind.
+
+    A question that is labelled and nothing else ("Question: who?") is none.
+    """
+    if context_regions(text, is_question=is_question):
+        return True
+    label = _QUESTION.search(text) if is_question and labelled_question(text) else None
+    return label is not None and (label.start() > 0 or _ANSWER.search(text, label.end()) is not None)
+
+
 def _end(text: str, start: int) -> int:
-    """Where context ends that begins at `start`: at the last label of a question behind it, else of an answer."""
-    for pattern in (_QUESTION, _ANSWER):
+    """Where context ends: at the last label from `start` on of a question, else an answer, else an instruction."""
+    for pattern in (_QUESTION, _ANSWER, _INSTRUCTION):
         if labels := list(pattern.finditer(text, start)):
             return labels[-1].start()
     return len(text)

@@ -19,4 +19,7 @@ SYSTEM = {
     "retrieval chain": "Use the given context to answer the question. Keep the answer concise. Context: {context}",
     "announced": "Use the following pieces of retrieved context to answer. Say if you don't know.\n\n{context}",
     "tags": "Answer from the documents.\n<documents>\n{context}\n</documents>\nBe brief.",
+    "llama_index chat": "\n  Be talkative.\n\n  Here are the relevant documents for the context:\n\n  {context}"
+    "\n\n  Instruction: Based on the above documents, provide a detailed answer for the user question below.\n"
+    '  Answer "don\'t know" if not present in the document.\n  ',
 }

@@ -107,7 +107,9 @@ def test_a_model_of_bare_questions_is_asked_the_question_alone(engine: RagEngine
         assert (resolved.turns, resolved.chunks) == (user(QUESTION), [ids["a"]])
 
 
-def test_context_of_all_messages_counts_and_answers_are_left_alone(resolver: Resolver, ids: dict[str, bytes]) -> None:
+def test_context_of_the_question_and_of_system_messages_counts_and_earlier_context_is_left_out(
+    resolver: Resolver, ids: dict[str, bytes]
+) -> None:
     messages = [
         {"role": "system", "content": f"Be brief.\n\n{STORED['a']}"},
         *user(f"{STORED['b']}\n\nWho likes milk?"),
@@ -115,9 +117,13 @@ def test_context_of_all_messages_counts_and_answers_are_left_alone(resolver: Res
         *user("And tea?"),
     ]
     resolved = resolver.prompt(messages)
-    assert resolved.chunks == [ids["a"], ids["b"]]
+    assert resolved.chunks == [ids["a"]]
     contents = [turn["content"] for turn in resolved.turns]
     assert contents == ["Be brief.", "Who likes milk?", STORED["a"], "And tea?"]
+    assert resolver.prompt(messages[1:]).chunks is None
+    assert resolver.prompt([*messages[1:3], *user(f"Context:\n{STORED['a']}"), *user(QUESTION)]).chunks == [ids["a"]]
+    foreign = user(f"Context: {FOREIGN}\n\nQuestion: Who?")
+    assert resolver.prompt([*foreign, *messages[2:]], "error").chunks is None
 
 
 def test_without_context_a_conversation_is_what_it_was(resolver: Resolver) -> None:
@@ -193,6 +199,15 @@ def test_documents_are_known_by_their_chunk_or_by_their_text(resolver: Resolver,
     assert resolved.chunks == [chosen, ids["a"], ids["a"]]
     assert (resolved.context, resolved.recognised, resolved.unmatched_chars) == ([FOREIGN], 1, len(FOREIGN))
     assert resolver.documents([]).chunks == []
+
+
+def test_a_document_whose_text_was_changed_is_read_as_it_is_now(resolver: Resolver, ids: dict[str, bytes]) -> None:
+    """Compressors shorten what a retriever found and keep its metadata."""
+    chosen = Chosen(ids["b"].hex(), -1.0, 0.5)
+    short = STORED["b"].partition(",")[0]
+    resolved = resolver.documents([Part(short, chosen), Part(STORED["b"].replace(" ", "\n"), chosen)])
+    assert (resolved.chunks, resolved.context, resolved.unmatched_chars) == ([chosen], [short], len(short))
+    assert resolver.documents([Part(STORED["a"], chosen)]).chunks == [ids["a"]]
 
 
 # -- answers -------------------------------------------------------------------------------------------------------

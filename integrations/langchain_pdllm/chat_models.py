@@ -25,9 +25,10 @@ class ChatPDLLM(AnsweringModel, BaseChatModel):
     """Answers the last human message from a chunk-KV store, with citations.
 
     What it reads: the documents of a call (`chunks=`) or of `as_message`; else the stored chunks whose text a prompt
-    template has pasted into the messages, and other context that stands there (`on_unmatched`); else it retrieves by
-    itself. Every field from `k` to `timeout` can be given per call, by `bind` or as a keyword, and wins there; a call
-    also takes `chunks` (documents or chunk ids), `context` (texts) and `cancel` (a `threading.Event`).
+    template has pasted into the messages, and other context that stands there (`on_unmatched`); for a bare question it
+    retrieves by itself, unless `retrieve` is off; a template without context is answered from nothing. Every field from
+    `k` to `timeout` can be given per call, by `bind` or as a keyword, and wins there; a call also takes `chunks`
+    (documents or chunk ids), `context` (texts) and `cancel` (a `threading.Event`).
 
     The answer's text is `message.text`; its content is one text block with citation annotations, which
     `response_metadata["citations"]` repeats as plain dictionaries. Usage counts the context tokens that the store

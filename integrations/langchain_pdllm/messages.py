@@ -17,7 +17,7 @@ from langchain_core.messages import (
 )
 from langchain_core.messages.content import Citation as CitationBlock
 
-from pdllm_rag.components.answering import Request, Usage, document_part
+from pdllm_rag.components.answering import Request, Usage, counted, document_part
 
 if TYPE_CHECKING:
     from pdllm_rag.answer import Answer, Citation
@@ -52,23 +52,26 @@ def as_message(docs: Sequence[Document], question: str) -> HumanMessage:
 def read_messages(messages: Sequence[BaseMessage]) -> Reading:
     """Turns and documents of a conversation. Blocks of `as_message` and "text-plain" blocks are documents.
 
+    Those before the last answer belong to an earlier question and are left out; those of system messages count.
+
     Raises:
         ValueError: a role, part or tool call that the model cannot take; nothing is left out silently.
     """
     turns: list[dict[str, str]] = []
-    parts: list[Part] = []
-    brings_documents = False
+    brought: list[list[Part] | None] = []  # by message
     for message in messages:
-        role = _role(message)
         texts = []
+        parts: list[Part] | None = None
         for text, extras in _text_parts(message):
-            brings_documents = brings_documents or "chunk_id" in extras or "n_chunks" in extras
-            if "chunk_id" in extras:
+            if "chunk_id" in extras or "n_chunks" in extras:
+                parts = parts or []
+            if parts is not None and "chunk_id" in extras:
                 parts.append(document_part(None, text, extras))
             else:
                 texts.append(text)
-        turns.append({"role": role, "content": "\n".join(texts)})
-    return Reading(turns, parts if brings_documents else None)
+        turns.append({"role": _role(message), "content": "\n".join(texts)})
+        brought.append(parts)
+    return Reading(turns, counted(turns, brought))
 
 
 def answer_message(answer: Answer, request: Request) -> AIMessage:

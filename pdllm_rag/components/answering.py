@@ -1,7 +1,7 @@
 """From a framework's request to the engine's arguments: what is asked, and what is to be read for it.
 
 What is read is, in this order: chunks or texts that the call names; documents that the messages bring along as such;
-context that is pasted into them (`resolving`); else what retrieval finds.
+context that is pasted into them (`resolving`), none if a template for it is empty; else what retrieval finds.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, StrictBool, StrictInt
 
-from pdllm_rag.components.fields import AskComponent
-from pdllm_rag.history import MAX_TOKENS, kept_turns
+from pdllm_rag.components.fields import MATERIAL, AskComponent, Number, ask_options
+from pdllm_rag.history import MAX_TOKENS, kept_turns, question_start
 
 if TYPE_CHECKING:
     from pdllm_rag.answer import AnswerStats
     from pdllm_rag.engine import RagEngine
     from pdllm_rag.resolving import Part
 
-OWN_OPTIONS = ("recognise", "on_unmatched", "max_history_tokens", "timeout")
+OWN_OPTIONS = ("recognise", "on_unmatched", "retrieve", "max_history_tokens", "timeout")
 
 Turns = list[dict[str, str]]
 
@@ -58,6 +58,7 @@ class AnswerComponent(AskComponent):
     """A component that answers prompts with context in them.
 
     Attributes:
+        retrieve: look for chunks where neither call nor messages bring any; False: then there is nothing to read.
         recognise: read stored chunks whose text is pasted into a prompt from the store.
         on_unmatched: what becomes of other context: "prefill" encodes it for this question, "ignore" leaves it out,
             "error" raises `UnmatchedContextError`. The response's metadata counts it in any case.
@@ -65,10 +66,11 @@ class AnswerComponent(AskComponent):
         timeout: seconds after which `GenerationCancelled` is raised at the next denoising step.
     """
 
+    retrieve: StrictBool = True
     recognise: StrictBool = True
     on_unmatched: Literal["prefill", "ignore", "error"] = "prefill"
     max_history_tokens: Annotated[StrictInt, Field(ge=0)] = MAX_TOKENS
-    timeout: float | None = None
+    timeout: Annotated[Number, Field(ge=0)] | None = None
 
     def request(self, turns: Turns, parts: Sequence[Part] | None, given: Mapping[str, Any]) -> Request:
         """Read a request; it may take a while, since it opens the engine.
@@ -81,35 +83,39 @@ class AnswerComponent(AskComponent):
         Raises:
             ValueError: an unknown option or a bad value; UnmatchedContextError, StoreError, ModelError.
         """
-        given = dict(given)
+        from pdllm_rag.resolving import Resolved
+
+        given = self.checked({*ask_options(), *MATERIAL, "chunks", *OWN_OPTIONS}, given)
         own = {name: given.pop(name, None) for name in ("chunks", *OWN_OPTIONS)}
-        recognise, on_unmatched, max_history_tokens, timeout = (
+        recognise, on_unmatched, retrieve, max_history_tokens, timeout = (
             getattr(self, name) if own[name] is None else own[name] for name in OWN_OPTIONS
         )
-        if own["chunks"] is not None:
-            parts = [self.part(chunk) for chunk in own["chunks"]]
         arguments = self.engine_options(given)
+        is_named = bool(arguments.keys() & {"chunk_ids", "context"})
+        if own["chunks"] is not None:
+            if "chunk_ids" in arguments:
+                raise ValueError(f"{type(self).__name__} got both chunks and chunk_ids; expected one of them")
+            parts = [self.part(chunk) for chunk in own["chunks"]]
+        elif is_named:
+            parts = None
         engine = self.opened()
         if timeout is not None:
             arguments["cancel"] = Deadline(timeout, arguments.get("cancel"))
-        if arguments.keys() & {"chunk_ids", "context"}:
-            resolved = None
-        elif parts is not None:
-            resolved = engine.resolver.documents(parts, on_unmatched)
-        else:
-            resolved = engine.resolver.prompt(turns, on_unmatched) if recognise else None
-        n_turns = len(turns)
-        left = resolved.turns if resolved is not None and parts is None else turns
-        turns = kept_turns(left, engine.model.tokenizer.encode, max_history_tokens)
-        if resolved is None or resolved.chunks is None:
-            return Request(engine, turns, arguments, n_turns, 0, 0)
-        if given.get("filter") is None:
+        resolved = Resolved(turns, None if is_named or retrieve else [], [], 0, 0)
+        if parts is not None:
+            resolved = engine.resolver.documents(parts, on_unmatched)._replace(turns=turns)
+        elif recognise and not is_named:
+            found = engine.resolver.prompt(turns, on_unmatched)
+            resolved = resolved if found.chunks is None else found
+        kept = kept_turns(resolved.turns, engine.model.tokenizer.encode, max_history_tokens)
+        if (is_named or resolved.chunks is not None) and given.get("filter") is None:
             arguments.pop("filter", None)  # the component's own is for retrieval
-        if resolved.context:
-            arguments["context"] = resolved.context
-        if resolved.chunks or not resolved.context:
+        context = [*_listed(arguments.get("context")), *resolved.context]
+        if context:
+            arguments["context"] = context
+        if resolved.chunks or (resolved.chunks is not None and not context):
             arguments["chunk_ids"] = resolved.chunks
-        return Request(engine, turns, arguments, n_turns, resolved.recognised, resolved.unmatched_chars)
+        return Request(engine, kept, arguments, len(turns), resolved.recognised, resolved.unmatched_chars)
 
     def part(self, chunk: Any) -> Part:
         """A chunk that a call names: its id, or a document of the framework (subclasses know it).
@@ -122,6 +128,10 @@ class AnswerComponent(AskComponent):
         if isinstance(chunk, (str, bytes)):
             return Part("", chunk)
         raise ValueError(f"{type(self).__name__} got a chunk of type {type(chunk).__name__}; expected ids or documents")
+
+
+def _listed(context: str | Sequence[str] | None) -> Sequence[str]:
+    return [context] if isinstance(context, str) else context or ()
 
 
 class Deadline(threading.Event):
@@ -150,6 +160,20 @@ class Usage(NamedTuple):
         """Usage of an answer."""
         computed = stats.context_tokens - stats.cached_tokens
         return cls(stats.prompt_tokens + stats.context_tokens, stats.tokens, stats.cached_tokens, computed)
+
+
+def counted(turns: Turns, brought: Sequence[list[Part] | None]) -> list[Part] | None:
+    """Of the documents that each turn brings, those that the last question is about; None if none were to come.
+
+    They are those of system messages and those since the last answer; earlier ones belong to an earlier question.
+    """
+    start = question_start(turns)
+    counting = [
+        parts
+        for at, parts in enumerate(brought)
+        if parts is not None and (at >= start or turns[at]["role"] == "system")
+    ]
+    return [part for parts in counting for part in parts] if counting else None
 
 
 def document_part(document_id: str | None, text: str, metadata: Mapping[str, Any]) -> Part:

@@ -9,15 +9,21 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    InstanceOf,
     PrivateAttr,
+    Strict,
     StrictBool,
     StrictInt,
+    TypeAdapter,
+    ValidationError,
     field_serializer,
     field_validator,
     model_validator,
@@ -29,11 +35,17 @@ if TYPE_CHECKING:
     from pdllm_rag.engine import RagEngine
 
 ENGINE_NAMES = {"max_tokens": "max_new_tokens"}  # options that the frameworks know by another name
-MATERIAL = ("chunk_ids", "context", "cancel")  # further arguments of `engine.answer`
+Number = Annotated[float, Strict()]
+MATERIAL: dict[str, Any] = {  # further arguments of `engine.answer`
+    "chunk_ids": list[Any],
+    "context": str | list[str],
+    "cancel": InstanceOf[threading.Event],
+}
+_GIVEN = {"chunks": list[Any], **MATERIAL}  # what has no field
 
 
 class EngineHandle:
-    """Holds an engine for its component: copies share it, pickles leave it out."""
+    """Holds an engine for its component: copies share it, pickles leave it out, comparisons pass over it."""
 
     def __init__(self) -> None:
         self.engine: RagEngine | None = None
@@ -41,6 +53,9 @@ class EngineHandle:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EngineHandle:
         return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EngineHandle)
 
     def __reduce__(self) -> tuple[type[EngineHandle], tuple[()]]:
         return EngineHandle, ()
@@ -121,23 +136,37 @@ class StoreComponent(BaseModel):
     def identifying_params(self) -> dict[str, Any]:
         """The identity and the component's own options, for caches of answers."""
         names = sorted(
-            type(self).model_fields.keys() & {*ask_options(), "recognise", "on_unmatched", "max_history_tokens"}
+            type(self).model_fields.keys()
+            & {*ask_options(), "recognise", "on_unmatched", "retrieve", "max_history_tokens"}
         )
         return {**self.identity(), **{name: getattr(self, name) for name in names}}
 
-    def options(self, names: Collection[str], given: Mapping[str, Any]) -> dict[str, Any]:
-        """The engine's options: the component's own, then those of this call; None counts as not given.
+    def checked(self, names: Collection[str], given: Mapping[str, Any]) -> dict[str, Any]:
+        """What a call gives, by the same types as a component's fields; None counts as not given.
 
         Raises:
-            ValueError: an option that is not in `names`.
+            ValueError: an option that is not in `names`, or a value of another type.
         """
         unknown = sorted(set(given) - set(names))
         if unknown:
             raise ValueError(
-                f"{type(self).__name__} got unknown option {unknown[0]!r}; expected one of {', '.join(sorted(names))}"
+                f"{type(self).__name__} got unknown option {unknown[0]!r}; expected one of "
+                f"{', '.join(sorted({*names} - {'chunk_ids'}))}"
             )
+        return {name: self._typed(name, value) for name, value in given.items() if value is not None}
+
+    def _typed(self, name: str, value: Any) -> Any:
+        adapter = _adapter(type(self), name)
+        try:
+            return value if adapter is None else adapter.validate_python(value)
+        except ValidationError as error:
+            expected = error.errors()[0]["msg"].replace("Input should be", "expected")
+            raise ValueError(f"{name} is {value!r}; {expected}") from None
+
+    def options(self, names: Collection[str], given: Mapping[str, Any]) -> dict[str, Any]:
+        """The engine's options: the component's own, then those of this call. Raises what `checked` raises."""
         merged: dict[str, Any] = {name: getattr(self, name, None) for name in names}
-        merged.update({name: value for name, value in given.items() if value is not None})
+        merged.update(self.checked(names, given))
         stop = merged.get("stop")
         if isinstance(stop, list):
             merged["stop"] = tuple(stop)
@@ -164,23 +193,23 @@ class AskComponent(StoreComponent):
     k: StrictInt | None = None
     candidates: StrictInt | None = None
     first_stage: Any = None
-    rank_weight: float | None = None
+    rank_weight: Number | None = None
     filter: dict[str, Any] | None = None
-    score_window: float | None = None
+    score_window: Number | None = None
     policy: str | None = None
     chunk_rows: int | None = None
     placement: str | None = None
     decoder: str | None = None
     decoder_options: dict[str, Any] | None = None
     max_tokens: StrictInt | None = None
-    threshold: float | None = None
+    threshold: Number | None = None
     steps: StrictInt | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
     seed: StrictInt | None = None
     stop: list[str] | None = None
     abstain: StrictBool | None = None
-    min_support: float | None = None
+    min_support: Number | None = None
 
     @model_validator(mode="after")
     def _check_ask_options(self) -> AskComponent:
@@ -192,6 +221,13 @@ class AskComponent(StoreComponent):
     def engine_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of `engine.answer` besides the question: its options, those of `MATERIAL` among them."""
         return self.options({*ask_options(), *MATERIAL}, given)
+
+
+@cache
+def _adapter(component: type[StoreComponent], name: str) -> TypeAdapter[Any] | None:
+    field = component.model_fields.get(name)
+    kind: Any = _GIVEN.get(name) if field is None else Annotated[field.annotation, field]
+    return None if kind is None else TypeAdapter(kind)
 
 
 def ask_options() -> frozenset[str]:

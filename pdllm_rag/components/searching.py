@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import StrictInt, model_validator
 
-from pdllm_rag.components.fields import StoreComponent
+from pdllm_rag.components.fields import Number, StoreComponent
 from pdllm_rag.metadata import page_ends, pages_of, shown
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class SearchComponent(StoreComponent):
     candidates: StrictInt | None = None
     first_stage: Any = None
     filter: dict[str, Any] | None = None
-    score_window: float | None = None
+    score_window: Number | None = None
 
     @model_validator(mode="after")
     def _check_search_options(self) -> SearchComponent:

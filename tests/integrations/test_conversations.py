@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from langchain_pdllm import ChatPDLLM
-from llama_index.core.base.llms.types import ChatMessage
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+from langchain_pdllm import ChatPDLLM, as_message
+from llama_index.core.base.llms.types import ChatMessage, CitableBlock, TextBlock
 from llama_index.llms.pdllm import PDLLM
 from serving import served
 
@@ -19,6 +21,8 @@ from pdllm_rag.server import ServerSettings
 Turns = list[dict[str, str]]
 Chat = Callable[[Turns, int], dict[str, int]]
 QUESTION = "When does the beta boat sail?"  # in tokens of the tiny model, every text is as long as in signs
+
+OLD, NEW = "The zeta boat sails at noon from pier nine.", "The eta boat sails at dusk from pier ten, on Sundays."
 
 
 def turns(*words: str) -> Turns:
@@ -119,3 +123,36 @@ def test_the_limit_is_the_same_unless_somebody_says_otherwise(place: dict[str, s
         ServerSettings().max_history_tokens,
     }
     assert limits == {MAX_TOKENS}
+
+
+def test_documents_of_an_earlier_question_are_not_read_for_a_later_one(place: dict[str, str]) -> None:
+    model = ChatPDLLM(**place, k=2, max_tokens=1)
+
+    def read(*messages: BaseMessage) -> tuple[int, int]:
+        kv = model.invoke([*messages]).response_metadata["kv"]
+        return kv["hit"], kv["unmatched_chars"]
+
+    old, new = (as_message([Document(page_content=text)], QUESTION) for text in (OLD, NEW))
+    earlier = [old, AIMessage("At noon.")]
+    assert read(*earlier, HumanMessage(QUESTION)) == read(HumanMessage(QUESTION)) == (2, 0)
+    assert read(*earlier, new) == read(new) == (0, len(NEW))
+    assert read(*earlier, as_message([], QUESTION)) == (0, 0)
+    assert read(*earlier, old, HumanMessage(QUESTION)) == (0, len(OLD))  # both since the last answer
+    standing = SystemMessage([{"type": "text-plain", "text": OLD}])
+    assert read(standing, new, AIMessage("At dusk."), HumanMessage(QUESTION)) == (0, len(OLD))
+
+
+def test_citable_blocks_of_an_earlier_question_are_not_read_for_a_later_one(place: dict[str, str]) -> None:
+    llm = PDLLM(**place, k=2, max_tokens=1)
+
+    def message(text: str) -> ChatMessage:
+        block = CitableBlock(title="t", source="s", content=[TextBlock(text=text)])
+        return ChatMessage(role="user", blocks=[block, TextBlock(text=QUESTION)])
+
+    def read(*messages: ChatMessage) -> tuple[int, int]:
+        kv = llm.chat([*messages]).raw["kv"]
+        return kv["hit"], kv["unmatched_chars"]
+
+    earlier = [message(OLD), ChatMessage(role="assistant", content="At noon.")]
+    assert read(*earlier, ChatMessage(role="user", content=QUESTION)) == (2, 0)
+    assert read(*earlier, message(NEW)) == (0, len(NEW))

@@ -25,6 +25,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_pdllm import PDLLM, ChatPDLLM, PDLLMRetriever, as_message
+from llama_index.llms.pdllm import PDLLM as LlamaIndexLLM
 from llama_index.retrievers.pdllm import PDLLMRetriever as Nodes
 from pdllm_store import LMDBStore, MemoryStore, StoreNotFoundError
 from pydantic import PrivateAttr
@@ -236,6 +237,59 @@ def test_unknown_options_are_refused(cls: Any, place: dict[str, str]) -> None:
         cls(**place, top_k=3)
     with pytest.raises(ValueError, match=f"{cls.__name__} got unknown option 'top_k'"):
         cls(**place).invoke(QUESTION, top_k=3)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("temperature", "a"),
+        ("temperature", True),
+        ("seed", "x"),
+        ("threshold", "0.5"),
+        ("timeout", "1"),
+        ("timeout", -1),
+        ("max_history_tokens", -3),
+        ("recognise", "no"),
+        ("retrieve", 0),
+        ("on_unmatched", "drop"),
+        ("cancel", True),
+        ("chunks", "abc"),
+        ("chunks", 3),
+        ("context", 3),
+        ("stop", 3),
+    ],
+)
+def test_an_option_of_a_call_is_checked_as_that_of_a_component(
+    chat: ChatPDLLM, place: dict[str, str], option: str, value: object
+) -> None:
+    if option in ChatPDLLM.model_fields:
+        with pytest.raises(ValueError, match=option):
+            ChatPDLLM(**place, **{option: value})  # type: ignore[arg-type]
+    expected = f"^{option} is {value!r}; .*(expected|greater than)"
+    with pytest.raises(ValueError, match=expected):
+        chat.invoke(QUESTION, **{option: value})
+    llm = LlamaIndexLLM(**place)
+    if option != "stop":
+        with pytest.raises(ValueError, match=expected):
+            llm.complete(QUESTION, **{option: value})
+    if option in PDLLMRetriever.model_fields:
+        with pytest.raises(ValueError, match=expected):
+            PDLLMRetriever(**place).invoke(QUESTION, **{option: value})
+
+
+def test_an_unknown_option_is_answered_with_what_a_call_may_give(chat: ChatPDLLM) -> None:
+    with pytest.raises(ValueError, match="got unknown option 'top_k'") as caught:
+        chat.invoke(QUESTION, top_k=3)
+    named = str(caught.value).partition("expected one of ")[2].split(", ")
+    assert {"chunks", "context", "recognise", "on_unmatched", "retrieve", "timeout", "max_history_tokens"} <= {*named}
+    assert not {"chunk_ids", "max_new_tokens"} & {*named}
+
+
+def test_a_used_model_equals_an_unused_one(chat: ChatPDLLM, retriever: PDLLMRetriever, place: dict[str, str]) -> None:
+    chat.invoke(QUESTION)
+    assert chat == ChatPDLLM(**place, k=2, max_tokens=8, steps=4) != ChatPDLLM(**place, k=3, max_tokens=8, steps=4)
+    retriever.invoke(QUESTION)
+    assert retriever == PDLLMRetriever(**place, k=2)
 
 
 def test_a_bad_decoder_or_store_is_refused_when_the_component_is_made(place: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import ConfigurableField, Runnable, RunnableLambda, RunnableParallel, RunnablePassthrough
 from langchain_pdllm import PDLLM, ChatPDLLM, PDLLMRetriever, as_message
+from prompt_templates import ONE_MESSAGE, SYSTEM
 
 from pdllm_rag import RagEngine
 from pdllm_rag.errors import GenerationCancelled, UnmatchedContextError
@@ -42,6 +43,10 @@ def retriever(place: dict[str, str]) -> PDLLMRetriever:
 
 def format_docs(docs: list[Document]) -> str:
     return "\n\n".join(doc.page_content for doc in docs)
+
+
+def read_of(message: AIMessage) -> tuple[dict[str, int], bool | None]:
+    return message.response_metadata["kv"], message.response_metadata["supported"]
 
 
 def chain(retriever: Any, model: Any) -> Runnable[str, Any]:
@@ -111,6 +116,29 @@ def test_documents_of_another_retriever_are_known_by_their_text(chat: ChatPDLLM,
     assert block.response_metadata["kv"]["unmatched_chars"] == len(FOREIGN)
 
 
+def test_a_document_that_was_changed_since_is_answered_from_its_own_text(
+    chat: ChatPDLLM, retriever: PDLLMRetriever
+) -> None:
+    (doc, *_) = retriever.invoke(QUESTION)
+    doc.page_content = FOREIGN
+    for kv in (
+        chat.invoke([as_message([doc], QUESTION)]).response_metadata["kv"],
+        chat.invoke(QUESTION, chunks=[doc]).response_metadata["kv"],
+    ):
+        assert (kv["hit"], kv["unmatched_chars"]) == (0, len(FOREIGN))
+
+
+def test_chunks_and_texts_of_a_call_are_read_together(chat: ChatPDLLM, retriever: PDLLMRetriever) -> None:
+    docs = retriever.invoke(QUESTION)[:2]
+    kv = chat.invoke(QUESTION, chunks=docs, context=FOREIGN).response_metadata["kv"]
+    assert (kv["hit"], kv["unmatched_chars"]) == (2, 0)
+    assert kv["recomputed"] == chat.invoke(QUESTION, context=FOREIGN).response_metadata["kv"]["recomputed"] > 0
+    both = [*docs, Document(page_content=FOREIGN)]
+    assert chat.invoke(QUESTION, chunks=both, context=[]).response_metadata["kv"]["hit"] == 2
+    with pytest.raises(ValueError, match="both chunks and chunk_ids"):
+        chat.invoke(QUESTION, chunks=docs, chunk_ids=[docs[0].id])
+
+
 def test_context_that_is_in_no_chunk_is_answered_and_reported(chat: ChatPDLLM) -> None:
     prompt = TEMPLATE.format(context=FOREIGN, question="When does the zeta boat sail?")
     message = chat.invoke(prompt)
@@ -125,6 +153,34 @@ def test_context_that_is_in_no_chunk_is_answered_and_reported(chat: ChatPDLLM) -
     assert (ignored["kv"]["unmatched_chars"], ignored["supported"]) == (len(FOREIGN), False)
     with pytest.raises(UnmatchedContextError):
         chat.bind(on_unmatched="error").invoke(prompt)
+
+
+@pytest.mark.parametrize("template", [*ONE_MESSAGE.values(), "{context}\n\nQuestion: {question}", TEMPLATE])
+def test_a_chain_that_found_nothing_has_nothing_to_read(llm: PDLLM, chat: ChatPDLLM, template: str) -> None:
+    """The model must not look where the chain's own retriever may not."""
+    prompt = template.format(context="", question=QUESTION)
+    kv, supported = read_of(chat.invoke(prompt))
+    assert (kv["hit"], kv["recomputed"], kv["candidates"], supported) == (0, 0, 0, False)
+    assert llm.invoke(prompt) == chat.invoke([as_message([], QUESTION)]).text
+    earlier = [HumanMessage(TEMPLATE.format(context=FOREIGN, question="Who?")), AIMessage("Rum.")]
+    assert read_of(chat.invoke([*earlier, HumanMessage(prompt)]))[1] is False
+
+
+@pytest.mark.parametrize("template", SYSTEM.values())
+def test_a_system_message_for_context_that_is_empty_leaves_nothing_to_read(chat: ChatPDLLM, template: str) -> None:
+    kv, supported = read_of(chat.invoke([SystemMessage(template.format(context="")), HumanMessage(QUESTION)]))
+    assert (kv["hit"], kv["candidates"], supported) == (0, 0, False)
+
+
+def test_a_bare_question_is_looked_for_unless_retrieval_is_off(place: dict[str, str], chat: ChatPDLLM) -> None:
+    off = ChatPDLLM(**place, retrieve=False, filter={"colour": "a"}, **OPTIONS)
+    earlier = [HumanMessage(TEMPLATE.format(context="", question="Who?")), AIMessage("Nobody.")]
+    for question in (QUESTION, f"Question: {QUESTION}", [*earlier, HumanMessage(QUESTION)]):
+        assert chat.invoke(question).response_metadata["kv"]["hit"] == 2
+        kv, supported = read_of(off.invoke(question))
+        assert (kv["hit"], supported) == (0, False)
+        assert chat.invoke(question, retrieve=False).text == off.invoke(question).text
+    assert off.invoke(QUESTION, context=FOREIGN).response_metadata["kv"]["recomputed"] > 0
 
 
 def test_recognition_can_be_switched_off(chat: ChatPDLLM, retriever: PDLLMRetriever) -> None:

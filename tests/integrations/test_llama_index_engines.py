@@ -23,7 +23,7 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.response_synthesizers import ResponseMode
+from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.llms.pdllm import PDLLM
 from llama_index.retrievers.pdllm import PDLLMQueryEngine, PDLLMRetriever, PDLLMSynthesizer
@@ -138,6 +138,15 @@ def test_context_that_is_in_no_chunk_is_answered_and_reported(llm: PDLLM) -> Non
 
 
 # -- explicit context ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [ResponseMode.COMPACT, ResponseMode.TREE_SUMMARIZE, ResponseMode.SIMPLE_SUMMARIZE])
+def test_an_empty_context_is_not_looked_for(llm: PDLLM, asked: list[dict[str, int]], mode: ResponseMode) -> None:
+    synthesizer = get_response_synthesizer(llm=llm, response_mode=mode)
+    text = str(synthesizer.get_response(QUESTION, [""]))
+    assert text == llm.complete(QUESTION, retrieve=False).text == llm.complete(QUESTION, chunks=[]).text
+    assert all((kv["hit"], kv["recomputed"], kv["candidates"]) == (0, 0, 0) for kv in asked)
+    assert llm.complete(QUESTION).raw["kv"]["hit"] > 0  # type: ignore[index]
 
 
 def test_nodes_handed_over_are_answered_as_by_the_engine(place: dict[str, str], llm: PDLLM) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
 from llama_index.core.node_parser import TokenTextSplitter
-from llama_index.core.schema import Document, MetadataMode, NodeRelationship, NodeWithScore, TextNode
+from llama_index.core.schema import Document, MetadataMode, NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.types import (
+    FilterCondition,
     FilterOperator,
     MetadataFilter,
     MetadataFilters,
@@ -46,6 +47,10 @@ def pipeline(where: dict[str, str], *before: Any, **options: Any) -> IngestionPi
         docstore=SimpleDocumentStore(),
         **options,
     )
+
+
+def text_of(node: Any) -> str:
+    return str(node.get_content(metadata_mode=MetadataMode.NONE))
 
 
 def held(where: dict[str, str]) -> dict[str, str]:
@@ -82,13 +87,29 @@ def test_pieces_of_a_splitter_are_replaced_and_deleted_with_their_document(where
     assert {name.split("#")[0] for name in pieces} == set(TEXTS)
     assert len(pieces) > 4
     assert {node.ref_doc_id for node in nodes} == set(TEXTS)
-    assert "".join(n.get_content(metadata_mode=MetadataMode.NONE) for n in nodes) == "".join(pieces.values())
+    assert {text_of(node) for node in nodes} == set(pieces.values())
     line.run(documents=documents(**{**TEXTS, "alpha": "The alpha boat is sold."}))
-    assert {name: text for name, text in held(where).items() if name.startswith("alpha")} == {
-        "alpha#0": "The alpha boat is sold."
-    }
+    assert [text for name, text in held(where).items() if name.startswith("alpha")] == ["The alpha boat is sold."]
     line.run(documents=documents(alpha="The alpha boat is sold."))
-    assert list(held(where)) == ["alpha#0"]
+    assert list(held(where).values()) == ["The alpha boat is sold."]
+
+
+@pytest.mark.parametrize("kind", [PrefillChunks, PDLLMVectorStore])
+def test_nodes_of_one_source_may_come_in_many_calls(where: dict[str, str], kind: Any) -> None:
+    """LlamaIndex inserts in batches; a node that comes again replaces itself."""
+    component = kind(**where)
+    add = component.add if kind is PDLLMVectorStore else component
+    source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id="log")}
+    nodes = [TextNode(id_=f"n{i}", text=f"Buoy {i} was seen.", relationships=source) for i in range(4)]
+    for batch in (nodes[:2], nodes[2:], nodes[1:2]):
+        assert len(add(batch)) == len(batch)
+    assert sorted(held(where).values()) == [node.text for node in nodes]
+    nodes[1].text = "Buoy 1 was lost."
+    add(nodes[1:2])
+    assert sorted(held(where).values()) == sorted(node.text for node in nodes)
+    add([TextNode(id_="other", text="A boat.")])
+    PDLLMVectorStore(**where).delete("log")
+    assert held(where) == {"other": "A boat."}
 
 
 def test_pieces_of_another_splitter_are_read_from_the_store(where: dict[str, str]) -> None:
@@ -192,6 +213,28 @@ def test_what_it_cannot_search_for_is_refused(where: dict[str, str]) -> None:
     store.add(documents(**TEXTS))
     with pytest.raises(ValueError, match="not searched by embeddings"):
         store.query(VectorStoreQuery(query_embedding=[0.0], similarity_top_k=1))
-    more = MetadataFilters(filters=[MetadataFilter(key="year", value=3, operator=FilterOperator.GT)])
-    with pytest.raises(ValueError, match="equalities joined by 'and'"):
-        store.query(VectorStoreQuery(query_str="x", similarity_top_k=1, filters=more))
+    more = MetadataFilter(key="year", value=3, operator=FilterOperator.GT)
+    alpha, beta = MetadataFilter(key="colour", value="a"), MetadataFilter(key="colour", value="b")
+    nested = MetadataFilters(filters=[alpha, MetadataFilters(filters=[beta])])
+    for filters in (
+        MetadataFilters(filters=[more]),
+        MetadataFilters(filters=[alpha], condition=FilterCondition.NOT),
+        MetadataFilters(filters=[alpha, beta], condition=FilterCondition.OR),
+        nested,
+    ):
+        with pytest.raises(ValueError, match="equalities joined by 'and'"):
+            store.query(VectorStoreQuery(query_str="x", similarity_top_k=1, filters=filters))
+    for query, named in (
+        ({"doc_ids": ["beta"]}, "doc_ids"),
+        ({"node_ids": ["n"]}, "node_ids"),
+        ({"mode": "mmr"}, "mmr"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            store.query(VectorStoreQuery(query_str="x", similarity_top_k=1, **query))  # type: ignore[arg-type]
+    both = MetadataFilters(filters=[alpha, beta])
+    assert store.query(VectorStoreQuery(query_str="x", similarity_top_k=1, filters=both)).ids == []
+    of_alpha = PDLLMVectorStore(**where, filter={"colour": "a"})
+    only_beta = MetadataFilters(filters=[beta])
+    assert of_alpha.query(VectorStoreQuery(query_str="x", similarity_top_k=1, filters=only_beta)).ids == []
+    either = MetadataFilters(filters=[alpha, alpha])
+    assert store.query(VectorStoreQuery(query_str="x", similarity_top_k=1, filters=either)).ids

@@ -28,7 +28,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from pydantic import PrivateAttr
 
-from pdllm_rag.components.answering import AnswerComponent, Request, Usage, document_part
+from pdllm_rag.components.answering import AnswerComponent, Request, Usage, counted, document_part
 
 if TYPE_CHECKING:
     from pdllm_rag.answer import Answer, Citation
@@ -53,8 +53,9 @@ class PDLLM(AnswerComponent, CustomLLM):
 
     What it reads: the chunks of a call (`chunks=`: nodes or chunk ids), or the citable blocks of the messages; else the
     stored chunks whose text a query engine has pasted into the prompt, and other context that stands there
-    (`on_unmatched`); else it retrieves by itself. Every field from `k` to `timeout` can be given per call and wins
-    there; a call also takes `context` (texts) and `cancel` (a `threading.Event`).
+    (`on_unmatched`); for a bare question it retrieves by itself, unless `retrieve` is off; a template without context
+    is answered from nothing. Every field from `k` to `timeout` can be given per call and wins there; a call also takes
+    `context` (texts) and `cancel` (a `threading.Event`).
 
     A chat's message holds the text and a citation block for each chunk read; `raw` holds the answer with its citations
     and statistics, `usage` and `kv`. `PDLLMSynthesizer` keeps all that in a query engine's response; LlamaIndex's own
@@ -173,7 +174,7 @@ class PDLLM(AnswerComponent, CustomLLM):
 
     def _asked(self, messages: Sequence[ChatMessage], given: dict[str, Any]) -> Request:
         turns, parts = _read(messages)
-        return self.request(turns, parts or None, given)
+        return self.request(turns, parts, given)
 
     def _answered(self, request: Request) -> _Said:
         answer = request.engine.answer(request.turns, **request.arguments)
@@ -213,16 +214,17 @@ def _next(event: StreamEvent, so_far: str, request: Request) -> _Said | None:
     return _Said(event.answer.text, "", event.answer, request) if isinstance(event, Final) else None
 
 
-def _read(messages: Sequence[ChatMessage]) -> tuple[list[dict[str, str]], list[Part]]:
-    """Turns, and the documents of citable blocks."""
+def _read(messages: Sequence[ChatMessage]) -> tuple[list[dict[str, str]], list[Part] | None]:
+    """Turns, and the documents of citable blocks that count (`counted`)."""
     from pdllm_rag.resolving import Part
 
     turns = []
-    parts: list[Part] = []
+    brought: list[list[Part] | None] = []  # by message
     for message in messages:
         if message.role not in _ROLES:
             raise ValueError(f"PDLLM got a message of role {message.role.value!r}; expected system, user or assistant")
-        texts = []
+        texts: list[str] = []
+        parts: list[Part] = []
         for block in message.blocks:
             if isinstance(block, TextBlock):
                 texts.append(block.text)
@@ -234,7 +236,8 @@ def _read(messages: Sequence[ChatMessage]) -> tuple[list[dict[str, str]], list[P
                 raise ValueError(f"PDLLM got a message block of type {block.block_type!r}; expected text blocks only")
             parts += documents
         turns.append({"role": _ROLES[message.role], "content": "\n".join(texts)})
-    return turns, parts
+        brought.append(parts or None)
+    return turns, counted(turns, brought)
 
 
 def raw(answer: Answer, request: Request) -> dict[str, Any]:

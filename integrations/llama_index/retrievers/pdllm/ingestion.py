@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,9 @@ class PrefillChunks(StoreComponent, TransformComponent):
     node longer than a chunk becomes several. What does not go in (no text, metadata that is no JSON) is left out, and a
     warning says why.
 
-    Give it whole documents where you can: one that changes then replaces its former self. Of a splitter's nodes,
-    those that a shorter version leaves over go only through `PDLLMVectorStore`, as `vector_store` of the pipeline.
+    Give it whole documents where you can: one that changes then replaces its former self. A splitter gives its nodes
+    new ids each time (unless its `id_func` does not), so that former ones go only through `PDLLMVectorStore`, as
+    `vector_store` of a pipeline with a docstore.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -59,18 +59,16 @@ class PrefillChunks(StoreComponent, TransformComponent):
 
 
 def store_nodes(engine: RagEngine, nodes: Sequence[BaseNode]) -> list[TextNode]:
-    """Store nodes as documents: those without a source under their own id, a source's under its id and their number.
+    """Store nodes as documents: under their own id, behind that of their source if they have one.
 
     Raises:
         StoreError: the store itself failed.
     """
-    numbers: Counter[str] = Counter()
     documents = []
     for node in nodes:
         metadata, doc_id = dict(node.metadata), node.node_id
         if node.ref_doc_id is not None:
-            doc_id = f"{node.ref_doc_id}#{numbers[node.ref_doc_id]}"
-            numbers[node.ref_doc_id] += 1
+            doc_id = f"{node.ref_doc_id}#{node.node_id}"
             metadata["ref_doc_id"] = node.ref_doc_id
         documents.append((doc_id, node.get_content(metadata_mode=MetadataMode.NONE), metadata))
     failed = store_documents(engine, documents)

@@ -14,6 +14,7 @@ from llama_index.core.vector_stores.types import (
     MetadataFilter,
     MetadataFilters,
     VectorStoreQuery,
+    VectorStoreQueryMode,
     VectorStoreQueryResult,
 )
 from llama_index.retrievers.pdllm.base import chunk_node
@@ -28,7 +29,8 @@ class PDLLMVectorStore(SearchComponent, BasePydanticVectorStore):
     """A chunk-KV store where LlamaIndex expects a vector store.
 
     As `vector_store` of an `IngestionPipeline` whose transformations hold `PrefillChunks`, it deletes what the
-    pipeline's upserts and deletes leave over. Embeddings are ignored; filters may ask for equality only.
+    pipeline's upserts and deletes leave over. Embeddings are ignored; filters may ask for equality only, and only for
+    all of several.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -59,15 +61,25 @@ class PDLLMVectorStore(SearchComponent, BasePydanticVectorStore):
         engine.delete_all([ref_doc_id, *parts])
 
     def query(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:
-        """The best chunks for `query.query_str`.
+        """The best chunks for `query.query_str`. Its filters are for what the store's own `filter` admits.
+
+        Filters that want two values of one key find nothing.
 
         Raises:
-            ValueError: the query has no text, or a filter that is no equality.
+            ValueError: the query has no text, a filter that is no equality, ids or another mode than the default.
         """
         if not query.query_str:
             raise ValueError("PDLLMVectorStore got a query without text; it is not searched by embeddings")
-        given = {"k": query.similarity_top_k, "filter": _equalities(query.filters)}
-        hits = self.search(query.query_str, given)
+        if query.mode != VectorStoreQueryMode.DEFAULT:
+            raise ValueError(f"PDLLMVectorStore got a query of mode {query.mode!r}; expected the default")
+        for name, ids in (("doc_ids", query.doc_ids), ("node_ids", query.node_ids)):
+            if ids:
+                raise ValueError(f"PDLLMVectorStore got a query with {name}; expected filters on metadata instead")
+        equal = [*(self.filter or {}).items(), *_equalities(query.filters)]
+        wanted = dict(equal)
+        is_possible = all(wanted[key] == value for key, value in equal)
+        given = {"k": query.similarity_top_k, "filter": wanted or None}
+        hits = self.search(query.query_str, given) if is_possible else []
         nodes = [chunk_node(hit.chunk_id, hit.text, hit.char_end, hit.metadata) for hit in hits]
         return VectorStoreQueryResult(
             nodes=nodes, similarities=[hit.score for hit in hits], ids=[node.node_id for node in nodes]
@@ -86,10 +98,15 @@ class PDLLMVectorStore(SearchComponent, BasePydanticVectorStore):
         return await asyncio.to_thread(self.query, query, **kwargs)
 
 
-def _equalities(filters: MetadataFilters | None) -> dict[str, Any] | None:
-    if filters is None or not filters.filters:
-        return None
-    plain = [one for one in filters.filters if isinstance(one, MetadataFilter) and one.operator == FilterOperator.EQ]
-    if len(plain) < len(filters.filters) or (len(plain) > 1 and filters.condition != FilterCondition.AND):
+def _equalities(filters: MetadataFilters | None) -> list[tuple[str, Any]]:
+    if filters is None:
+        return []
+    equal = [
+        (f.key, f.value) for f in filters.filters if isinstance(f, MetadataFilter) and f.operator == FilterOperator.EQ
+    ]
+    is_joined = filters.condition == FilterCondition.AND or (
+        filters.condition == FilterCondition.OR and len(equal) == 1
+    )
+    if len(equal) < len(filters.filters) or not is_joined:
         raise ValueError("PDLLMVectorStore got a filter that it cannot apply; expected equalities joined by 'and'")
-    return {one.key: one.value for one in plain}
+    return equal
