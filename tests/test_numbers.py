@@ -73,10 +73,7 @@ QUOTES: dict[str, list[tuple[Any, ...]]] = {
         ("qa", "result/answerable/recall_at_4/value", "result/answerable/n_retrieval"),
         ("qa", "result/answerable/n_retrieval"),
     ],
-    "finds {:.0f} of {:.0f} values": [
-        ("needle_key_value", "result/series/0/tasks/0/hits"),
-        ("needle_key_value", "result/series/0/tasks/0/n"),
-    ],
+    "and a share of {:.2f} of SQuAD": [("support", "held out/refused/near miss")],
     "{:.0f} of {:.0f} unrelated questions are refused": [
         ("qa", "result/unrelated/refused/value", "result/unrelated/n"),
         ("qa", "result/unrelated/n"),
@@ -118,11 +115,11 @@ NAMED = (
     "Apache-2.0",
     "of 2k tokens",
     "over 32k tokens",
+    "2.0's",  # of SQuAD
 )
 # Files of a GPU without a date, and sections whose tables have figures and no file, with the reason.
 UNSOURCED = {
     ("decoders.md", "`dyllm`: only rows whose attention turned"): "a one-off script, as the page says",
-    ("decoders.md", "`d2f`: several blocks at once"): "a one-off script",
     ("decoders.md", "`block_causal`: the own way of block-causal families"): "a one-off script",
     ("models.md", "Families"): "KV a token follows from the shapes",
     ("quality.md", "Reproducing the paper's tables"): "the paper's figures",
