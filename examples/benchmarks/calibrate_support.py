@@ -81,9 +81,8 @@ class Corpus:
     def signs(self, kind: str, question: str, refs: Sequence[ChunkRef]) -> Signs:
         """Both signs of a question over these chunks."""
         chosen = self._engine.retrieve(question, 4, candidates=len(refs), first_stage=These(refs), score_window=None)
-        events = self._engine.stream(
-            question, candidates=len(refs), first_stage=These(refs), abstain=False, max_new_tokens=32
-        )
+        read = [one.ref.chunk_id for one in chosen]
+        events = self._engine.stream(question, chunk_ids=read, abstain=False, max_new_tokens=32)
         probe = next(event.step.probe for event in events if isinstance(event, CanvasUpdate))
         margin = chosen[0].margin
         assert probe is not None
