@@ -407,8 +407,6 @@ def test_a_store_object_is_read_copied_with_the_component_and_dumped_as_its_path
     assert retriever.model_dump()["store"] == store.path
 
 
-# LlamaIndex leaves event loops of earlier tests to the collector, which this test calls
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_store_is_closed_when_its_last_component_is_gone(tmp_path: Path, place: dict[str, str]) -> None:
     with RagEngine.open(tmp_path / "kb", place["model"]) as engine:
         engine.prefill([InputDocument("a", "The beta boat sails at dawn.", "a")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,16 +35,6 @@ FOREIGN = "The zeta boat sails at noon from pier nine. Its captain likes rum."
 OPTIONS = {"max_tokens": 8, "steps": 4}
 MODES = [mode for mode in ResponseMode if mode not in (ResponseMode.NO_TEXT, ResponseMode.CONTEXT_ONLY)]
 UNREAD = (ResponseMode.GENERATION,)  # it asks the model without the nodes
-
-
-@pytest.fixture(autouse=True)
-def _loop() -> Iterator[None]:
-    """LlamaIndex's synchronous methods take the thread's event loop; one that they make they never close."""
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    yield
-    asyncio.set_event_loop(None)
-    loop.close()
 
 
 @pytest.fixture
