@@ -91,3 +91,35 @@ def test_a_mask_restricts_what_a_row_sees(tiny_model) -> None:
     after = tiny_model.backbone.hidden(changed, attend[1])
     torch.testing.assert_close(before[:5], after[:5], rtol=0, atol=1e-6)
     assert not torch.allclose(before[5], after[5], atol=1e-4)
+
+
+def test_16_bit_products_on_a_cpu_have_few_numbers_of_rows_and_the_same_rows(tiny_model_path: Path) -> None:
+    backbone = load_model(str(tiny_model_path), dtype=torch.bfloat16).backbone
+    seen: set[int] = set()
+    for module in backbone.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, given: seen.add(given[0].shape[-2]))
+    generator = torch.Generator().manual_seed(5)
+    for n_rows in (1, 31, 32, 33, 70):
+        ids = torch.randint(4, 250, (n_rows,), generator=generator)
+        attend = DenseAttend(backbone.rope, [n_rows], torch.arange(n_rows))
+        hidden = backbone.hidden(ids, attend)
+        logits = backbone.raw_logits(hidden)
+        given: list[int] = []
+
+        def counting(
+            layer: int, *qkv: torch.Tensor, attend: DenseAttend = attend, given: list[int] = given
+        ) -> torch.Tensor:
+            given.extend(map(len, qkv))
+            return attend(layer, *qkv)
+
+        backbone.encode(ids, counting)
+        assert seen <= {32, 64, 96}
+        seen.clear()
+        with torch.inference_mode():
+            plain = backbone.forward(ids, attend)
+            torch.testing.assert_close(hidden, plain)
+            torch.testing.assert_close(logits, backbone.model.lm_head(plain))
+        assert hidden.shape[0] == logits.shape[0] == n_rows
+        assert set(given) == {n_rows}
+        seen.clear()
