@@ -34,17 +34,24 @@ def hits(*tasks: tuple[str, str]) -> list[float]:
 
 
 def selecting(context: int, steps: int) -> list[tuple[Any, ...]]:
-    """Scoring a context's candidates, and as many steps of decoding."""
+    """Scoring a context's candidates, as many steps of decoding, and their ratio."""
     parts = f"contexts/{context}/question/all_steps/warm/parts_ms"
-    return [
-        ("gpu_decode_dream", (f"{parts}/draft/median", f"{parts}/score/median")),
-        ("gpu_decode_dream", f"contexts/{context}/step/static_kv/ms/median", steps),
-    ]
+    score, step = (f"{parts}/draft/median", f"{parts}/score/median"), f"contexts/{context}/step/static_kv/ms/median"
+    return [(DREAM, score), (DREAM, step, steps), (DREAM, score, f"/{step}", 1 / steps)]
+
+
+def refusals(i: int) -> list[tuple[Any, ...]]:
+    """What the i-th bound refuses, of each set of questions."""
+    sets = [("handbook", kind) for kind in ("answerable", "unrelated", "near_miss")]
+    sets += [("near_misses", kind) for kind in ("answerable", "near_miss")]
+    return [one for of, kind in sets for one in interval(f"refusals_{of}", f"result/by_min_support/{i}/{kind}")]
 
 
 # What a page says, as QUOTES of test_numbers. Numbers written out in a key are not taken for quoted.
 ANSWERABLE = "result/answerable"
+DREAM = "gpu_decode_dream"
 STEP1 = "models/step 1, 4 bits by the nearest level"
+HEALTH = tuple(f"health_ms/{part}" for part in ("p50", "p99", "max"))
 KILLS = ("put", "add", "replace", "delete", "re-add", "compact")
 QUOTES: dict[str, dict[str, list[Any]]] = {
     "decoders.md": {
@@ -122,8 +129,12 @@ QUOTES: dict[str, dict[str, list[Any]]] = {
         ),
     },
     "quality.md": {
-        "{:.0f} / {:.0f} ms = 1.3": selecting(0, 6),
-        "{:.0f} / {:.0f} ms = 0.8": selecting(2, 32),
+        "1.09 (1.00 to 1.13) | {:.0f} / {:.0f} ms = {:.1f}": selecting(0, 6),
+        "0.77 (0.65 to 0.77) | {:.0f} / {:.0f} ms = {:.1f}": selecting(2, 32),
+        **{
+            f"| {bound} |{' {:.2f} ({:.2f} to {:.2f}) |' * 5}": refusals(i)
+            for i, bound in ((0, "0"), (5, "0.2"), (8, "0.5 (default)"), (11, "0.8"), (13, "0.95"), (15, "0.99"))
+        },
         "accuracy (exact or contained) | **{:.2f}** ({:.2f} to {:.2f}); {:.2f} when all": [
             *interval("qa", f"{ANSWERABLE}/accuracy"),
             ("qa_top4", f"{ANSWERABLE}/accuracy/value"),
@@ -177,10 +188,32 @@ QUOTES: dict[str, dict[str, list[Any]]] = {
         "16 chunks, {:.1f} % | 89": [("ray_prefill", "runs/2 nodes, one lost/ray/share", 100)],
     },
     "server.md": {
-        "between batches {:.0f} at first, {:.0f} after a minute, {:,.0f} at the end": each(
-            "server_load", "runs/0/rss_mb/0", "runs/0/rss_mb/6", "runs/0/rss_mb/30"
+        **{
+            said: [("server_load", f"runs/{run}/{key}") for run in (0, 1) for key in keys]
+            for said, keys in {
+                "| {:,.0f}, {:,.0f}, **0** | {:,.0f}, {:,.0f}, **0** |": ("statuses/200", "statuses/429"),
+                "of another client | **{:.0f}** | **{:.0f}** |": ("mixed_answers",),
+                "questions a second | **{:.1f}** | {:.1f} |": ("questions_per_s",),
+                "95th percentile | {:.1f}, {:.1f} | {:.1f}, {:.1f} |": ("seconds_median", "seconds_p95"),
+                "longest | {:.0f}, {:.0f}, {:.0f} | {:.0f}, {:.0f}, {:.0f} |": HEALTH,
+                "the same | {:.0f}, {:.0f}, {:.0f} | {:.0f}, {:.0f}, {:.0f} |": [
+                    key.replace("health", "control") for key in HEALTH
+                ],
+                "| | batch 8, {:.0f} s | batch 1, {:.0f} s |": ("seconds",),
+            }.items()
+        },
+        "between batches {:.0f} at first, {:.0f} after a minute, {:,.0f} at the end | {:.0f} to {:.0f} |": each(
+            "server_load", *(f"runs/{run}/rss_mb/{at}" for run, at in ((0, 0), (0, 6), (0, 30), (1, 3), (1, 10)))
         ),
-        "| {:.0f} to {:.0f} |": each("server_load", "runs/1/rss_mb/3", "runs/1/rss_mb/10"),
+        "{:.1f} times as many questions as one at a time, and none of {:,.0f} probes of `/health`": [
+            ("server_load", "runs/0/questions_per_s", "/runs/1/questions_per_s"),
+            ("server_load", ("runs/0/health_ms/probes", "runs/1/health_ms/probes")),
+        ],
+        "{:,.0f} of the {:,.0f} answers at batch 8 and {:.0f} of the {:.0f} at batch 1": [
+            ("server_load", f"runs/{run}/{key}")
+            for run in (0, 1)
+            for key in ("answers_with_their_code_word", "statuses/200")
+        ],
     },
     "store.md": {
         f"| {kind} | {{:.1f}} MB |": [("reuse_singlehop", f"result/stored/{of}/kv_bytes_per_1k_tokens", factor)]
