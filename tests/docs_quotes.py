@@ -182,6 +182,14 @@ QUOTES: dict[str, dict[str, list[Any]]] = {
             f"| {bound} |{' {:.2f} ({:.2f} to {:.2f}) |' * 5}": refusals(i)
             for i, bound in ((0, "0"), (5, "0.2"), (8, "0.5 (default)"), (11, "0.8"), (13, "0.95"), (15, "0.99"))
         },
+        "Natural Questions' {:.2f}, {:.2f}, and of those whose paragraph was taken out {:.2f}; but of SQuAD 2.0's near"
+        " misses {:.2f}": each(
+            "support", *(f"held out/refused/{of}" for of in ("supported", "unrelated", "taken out", "near miss"))
+        ),
+        "The model bundled before had {:.2f} ({:.2f} to {:.2f}), and refused {:.0f} of 79 and {:.0f} of 16": [
+            *interval("frameworks", "result/answers/engine/accuracy"),
+            *each("frameworks", *(f"result/answers/engine/refused/{of}" for of in ("answerable", "near_miss"))),
+        ],
         "accuracy (exact or contained) | **{:.2f}** ({:.2f} to {:.2f}); {:.2f} when all": [
             *interval("qa", f"{ANSWERABLE}/accuracy"),
             ("qa_top4", f"{ANSWERABLE}/accuracy/value"),
