@@ -117,14 +117,6 @@ NAMED = (
     "over 32k tokens",
     "2.0's",  # of SQuAD
 )
-# Files of a GPU without a date, and sections whose tables have figures and no file, with the reason.
-UNSOURCED = {
-    ("decoders.md", "`dyllm`: only rows whose attention turned"): "a one-off script, as the page says",
-    ("decoders.md", "`block_causal`: the own way of block-causal families"): "a one-off script",
-    ("models.md", "Families"): "KV a token follows from the shapes",
-    ("quality.md", "Reproducing the paper's tables"): "the paper's figures",
-    ("scale.md", "What a corpus costs"): "arithmetic over unit_costs.json, whose sources test_planning.py reads",
-}
 FENCED = re.compile(r"^```.*?^```|^ {4}.*?$", re.MULTILINE | re.DOTALL)
 TARGETS = re.compile(r"\]\([^)]*\)|`[^`]*`|\[\w+/?\w*\.(?:md|json)\]")
 
@@ -134,11 +126,13 @@ def source(name: str) -> Any:
     return json.loads((NUMBERS / f"{name}.json").read_text())
 
 
-def figure(name: str, *factors: float | str) -> float:
-    """The product of a file's values and plain factors; a key behind "/" divides."""
+def figure(name: str, *factors: float | str | tuple[str, ...]) -> float:
+    """The product of a file's values and plain factors; a key behind "/" divides, keys in a tuple are added."""
     found = 1.0
     for factor in factors:
-        if isinstance(factor, str):
+        if isinstance(factor, tuple):
+            found *= sum(figure(name, key) for key in factor)
+        elif isinstance(factor, str):
             node = source(name)
             for key in factor.removeprefix("/").split("/"):
                 node = node[int(key)] if isinstance(node, list) else node[key]
@@ -260,24 +254,3 @@ def test_every_file_stands_on_a_page() -> None:
 def test_files_that_pages_name_exist() -> None:
     text = "".join(page.read_text() for page in [*PAGES, ROOT / "README.md"])
     assert not [name for name in re.findall(r"numbers/(\w+)\.json", text) if name not in NAMES]
-
-
-MEASURED = re.compile(r"^\|.*(\d\.\d|\d (ms|s|%|points)\b|\d %)", re.MULTILINE)
-
-
-def sections() -> Iterator[tuple[str, str, str, str]]:
-    """Page, heading, and text of each section, and the page's first one."""
-    for page in PAGES:
-        first, *parts = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
-        for part in parts:
-            heading, _, text = part.partition("\n")
-            yield str(page.relative_to(ROOT / "docs")), heading, text, first
-
-
-def test_tables_of_figures_name_their_files() -> None:
-    found = {
-        (page, heading)
-        for page, heading, text, first in sections()
-        if len(MEASURED.findall(text)) > 2 and not named(text) and not named(first)
-    }
-    assert found == {*UNSOURCED}
