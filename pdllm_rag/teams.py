@@ -9,7 +9,9 @@ question take 1.75 times as long (docs/performance.md). Frameworks call from one
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,12 +19,17 @@ from functools import cache
 import torch
 
 _SOFT = 1  # omp_pause_soft
+_EXIT_SECONDS = 0.05  # a thread's own end, on a busy machine
+
+_ended_at = -_EXIT_SECONDS
 
 
 def end_team() -> None:
     """End the calling thread's team, if it has one; its next parallel region makes another (0.1 ms on two cores)."""
     if torch.get_num_threads() > 1:  # a forked child that computes alone would wait for its parent's team
+        global _ended_at
         _pause()(_SOFT)
+        _ended_at = time.monotonic()
 
 
 @contextmanager
@@ -32,6 +39,15 @@ def passing_team() -> Iterator[None]:
         yield
     finally:
         end_team()
+
+
+def _let_threads_exit() -> None:
+    """MKL holds a lock while a thread ends, and a child that is forked meanwhile waits for it in its first product."""
+    time.sleep(max(0.0, _ended_at + _EXIT_SECONDS - time.monotonic()))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_let_threads_exit)
 
 
 @cache
