@@ -19,12 +19,14 @@ MARKERS = "osD^vPX*"
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def check_plot(path: str) -> None:
-    """Refuse a plot before anything is measured.
+def check_plot(path: str | None) -> None:
+    """Refuse a plot before anything is measured; None is no plot.
 
     Raises:
         ValueError: matplotlib is not installed, or cannot write this file.
     """
+    if path is None:
+        return
     file = Path(path)
     if file.suffix not in FORMATS or not os.access(file.parent, os.W_OK):
         raise ValueError(f"{path!r} cannot be drawn; expected a name with {', '.join(FORMATS)} in a writable folder")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdllm_rag.cli.bench_values import list_of
-from pdllm_rag.cli.console import on_terminal, print_table, progress_bar, results, table, write_json
+from pdllm_rag.cli.console import progress, report, table
 from pdllm_rag.cli.eval_report import estimate, settings, where
 from pdllm_rag.cli.opening import add_model, add_store, is_store_given, open_engine
 from pdllm_rag.cli.options import add_asking, asking_options
@@ -76,21 +75,20 @@ def run(args: argparse.Namespace) -> int:
         file = ResultFile(Path(args.out), asked) if args.out else None
         done = file.done if file else {}
         found = []
-        bar = stack.enter_context(progress_bar(live=on_terminal(sys.stderr) and not args.json))
-        progress = bar.add_task("Asking", total=n_samples)
+        advance = stack.enter_context(progress(args, "Asking", n_samples))
 
         def left() -> Iterator[Sample]:
             for sample in read_samples(benchmark, files, limit=args.limit):
                 if result := done.get((sample.task, sample.id)):
                     found.append(result)
-                    bar.advance(progress)
+                    advance()
                 else:
                     yield sample
 
         most = args.max_new_tokens
         for result in ask_samples(engine, benchmark, left(), options, max_new_tokens=most, keep=keep):
             found.append(result)
-            bar.advance(progress)
+            advance()
             if file:
                 file.add(result)
         figures = {
@@ -100,13 +98,7 @@ def run(args: argparse.Namespace) -> int:
             "settings": asked,
             "machine": describe(engine.model)._asdict(),
         }
-    if args.json:
-        write_json(figures)
-        return 0
-    console = results()
-    print_table(console, _table(figures, benchmark))
-    console.print(f"\nScores are 0 to 100. {where(figures)}", soft_wrap=True)
-    return 0
+    return report(args, figures, [_table(figures, benchmark)], f"Scores are 0 to 100. {where(figures)}")
 
 
 def _benchmark(command: str) -> Benchmark:
