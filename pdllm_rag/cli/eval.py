@@ -115,12 +115,12 @@ def _ask(
     """The outcomes of all questions, those that are kept without asking them again."""
     from pdllm_rag.evaluation import Outcome, ask_all
 
-    left = [question for question in questions if question not in kept]
+    left = [question for question in questions if (question.id, question.text) not in kept]
     with progress(args, "Asking", len(left)) as advance:
         for outcome in ask_all(engine, left, options):
-            kept.add(outcome.question, outcome.as_dict())
+            kept.add(outcome.as_dict())
             advance()
-    return [Outcome.of_row(question, kept[question]) for question in questions]
+    return [Outcome.of_row(question, kept[question.id, question.text]) for question in questions]
 
 
 def _tables(figures: dict[str, Any]) -> list[Table]:

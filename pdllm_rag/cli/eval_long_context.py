@@ -6,7 +6,6 @@ import argparse
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdllm_rag.cli.bench_values import list_of
@@ -59,8 +58,9 @@ def add_parser(measures: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Ask and report."""
     from pdllm_rag.bench.machine import describe
+    from pdllm_rag.evaluation.kept import KeptRows
     from pdllm_rag.evaluation.long_context import count_samples, read_samples, task_files
-    from pdllm_rag.evaluation.long_context_asking import ResultFile, ask_samples, summary
+    from pdllm_rag.evaluation.long_context_asking import Result, ask_samples, summary
 
     benchmark = _benchmark(args.measure)
     files = task_files(benchmark, args.data, args.tasks)
@@ -72,15 +72,14 @@ def run(args: argparse.Namespace) -> int:
             args.store = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdllm-benchmark-"))
         engine = stack.enter_context(open_engine(args, create=True, chunk_len=args.chunk_len))
         asked = {"benchmark": benchmark.name, **_settings(engine, options, args)}
-        file = ResultFile(Path(args.out), asked) if args.out else None
-        done = file.done if file else {}
+        kept = KeptRows(args.out, asked, names=("task", "id"))
         found = []
         advance = stack.enter_context(progress(args, "Asking", n_samples))
 
         def left() -> Iterator[Sample]:
             for sample in read_samples(benchmark, files, limit=args.limit):
-                if result := done.get((sample.task, sample.id)):
-                    found.append(result)
+                if (sample.task, sample.id) in kept:
+                    found.append(Result(**kept[sample.task, sample.id]))
                     advance()
                 else:
                     yield sample
@@ -89,8 +88,7 @@ def run(args: argparse.Namespace) -> int:
         for result in ask_samples(engine, benchmark, left(), options, max_new_tokens=most, keep=keep):
             found.append(result)
             advance()
-            if file:
-                file.add(result)
+            kept.add(result._asdict())
         figures = {
             **summary(found),
             "left_out": [name for name in benchmark.tasks if name not in files],

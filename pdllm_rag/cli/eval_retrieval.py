@@ -216,12 +216,12 @@ def _ranked(
         **comparison.figures,
     }
     kept = KeptRows(args.details, run)
-    left = [question for question in questions if question not in kept]
+    left = [question for question in questions if (question.id, question.text) not in kept]
     with progress(args, "Ranking", len(left)) as advance:
         for question, rankings in zip(left, comparison.rank(left) if left else (), strict=True):
-            kept.add(question, as_row(rankings))
+            kept.add(as_row(question, rankings))
             advance()
-    return [of_row(kept[question]) for question in questions]
+    return [of_row(kept[question.id, question.text]) for question in questions]
 
 
 def _named_stages(engine: RagEngine) -> dict[str, FirstStage]:
