@@ -76,7 +76,7 @@ class Backbone:
     def block(self, layer: Any, x: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
         """One layer (a module of the model's) over x [1, N, hidden]; `attend` is called with q, k and v."""
         normed = layer.input_layernorm(x)
-        context = attend(self._queries(layer, normed), *self._keys_values(layer, normed))
+        context = attend(self.queries(layer, normed), *self.keys_values(layer, normed))
         x = x + layer.self_attn.o_proj(context.reshape(1, context.shape[0], -1))
         return x + self._feed_forward(layer, layer.post_attention_layernorm(x)[0])
 
@@ -98,7 +98,7 @@ class Backbone:
             last = self.n_layers - 1
             for index, layer in enumerate(self.model.model.layers):
                 normed = layer.input_layernorm(x)
-                context = attend(index, self.queries(index, normed), *self.keys_values(index, normed))
+                context = attend(index, self.queries(layer, normed), *self.keys_values(layer, normed))
                 if index < last:
                     x = x + layer.self_attn.o_proj(context.reshape(1, context.shape[0], -1))
                     x = x + self.feed_forward(index, layer.post_attention_layernorm(x)[0])
@@ -138,28 +138,22 @@ class Backbone:
         total = x if delta is None else x + delta
         return total, norm(total)
 
-    def queries(self, index: int, normed: torch.Tensor) -> torch.Tensor:
-        """Un-rotated queries [N, H, D] of a layer's normed rows [..., hidden]."""
-        return self._queries(self.model.model.layers[index], normed)
-
-    def keys_values(self, index: int, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Un-rotated keys and values [N, G, D] of a layer's normed rows [..., hidden]."""
-        return self._keys_values(self.model.model.layers[index], normed)
-
-    def feed_forward(self, index: int, normed: torch.Tensor) -> torch.Tensor:
-        """What a layer's feed-forward part adds to normed rows [N, hidden]."""
-        return self._feed_forward(self.model.model.layers[index], normed)
-
-    def _queries(self, layer: Any, normed: torch.Tensor) -> torch.Tensor:
+    def queries(self, layer: Any, normed: torch.Tensor) -> torch.Tensor:
+        """Un-rotated queries [N, H, D] of a layer's (a module's) normed rows [..., hidden]."""
         attention = layer.self_attn
         q: torch.Tensor = attention.q_proj(normed).view(-1, self.n_heads, self.head_dim)
         return attention.q_norm(q) if hasattr(attention, "q_norm") else q
 
-    def _keys_values(self, layer: Any, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, layer: Any, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Un-rotated keys and values [N, G, D], likewise."""
         attention = layer.self_attn
         k = attention.k_proj(normed).view(-1, self.n_kv_heads, self.head_dim)
         v = attention.v_proj(normed).view(-1, self.n_kv_heads, self.head_dim)
         return attention.k_norm(k) if hasattr(attention, "k_norm") else k, v
+
+    def feed_forward(self, index: int, normed: torch.Tensor) -> torch.Tensor:
+        """What a layer's feed-forward part adds to normed rows [N, hidden]."""
+        return self._feed_forward(self.model.model.layers[index], normed)
 
     def _feed_forward(self, layer: Any, normed: torch.Tensor) -> torch.Tensor:
         out = layer.mlp(normed[None])
