@@ -41,6 +41,7 @@ class Prepared:
 
     Attributes:
         request: what is to be decoded, None if there is nothing to read.
+        min_support: support below which the answer is withheld; None withholds nothing.
         support: probability that the documents hold the answer, or None.
         withheld: the answer is withheld for lack of support.
     """
@@ -55,6 +56,7 @@ class Prepared:
     request: DecodeRequest | None
     transcript: Transcript
     clock: Clock
+    min_support: float | None
     steps: list[DecodeStep] = field(default_factory=list)
     support: float | None = None
     withheld: bool = False
@@ -84,12 +86,8 @@ class Asking:
         """The model's name."""
         return self.model.spec.name
 
-    def min_support(self, options: AskOptions) -> float | None:
-        """Support below which an answer is withheld; None withholds nothing.
-
-        Raises:
-            RequestError: one was given, and the family has no calibration that tells support.
-        """
+    def _min_support(self, options: AskOptions) -> float | None:
+        """Raises RequestError if one was given, and the family has no calibration that tells support."""
         family = self.model.spec.family
         if family.support is not None:
             return (MIN_SUPPORT if options.min_support is None else options.min_support) if options.abstain else None
@@ -100,12 +98,7 @@ class Asking:
             )
         return None
 
-    def prepare(
-        self,
-        question: str | Messages,
-        options: AskOptions,
-        find: Callable[[str, Clock], Found],
-    ) -> Prepared:
+    def prepare(self, question: str | Messages, options: AskOptions, find: Callable[[str, Clock], Found]) -> Prepared:
         """Everything up to the first denoising step.
 
         Args:
@@ -122,7 +115,7 @@ class Asking:
         check_wanted(options)
         decoder = options.make_decoder(self.model)
         text, prompt = self.prompt(question, options)
-        self.min_support(options)  # refused before anything is computed
+        min_support = self._min_support(options)  # refused before anything is computed
         found = find(text, clock)
         check_wanted(options)
         ranked = self._fitting(found, prompt, options)
@@ -153,6 +146,7 @@ class Asking:
                 stop=options.stop,
             ),
             clock=clock,
+            min_support=min_support,
         )
 
     def take(self, asked: Prepared, step: DecodeStep) -> Iterator[StreamEvent]:
@@ -162,7 +156,7 @@ class Asking:
             asked.support = support_probability(
                 self.model.spec.family.support, step.probe, asked.found.selection.margin
             )
-            asked.withheld = is_too_low(asked.support, self.min_support(asked.options))
+            asked.withheld = is_too_low(asked.support, asked.min_support)
         asked.steps.append(step)
         if asked.withheld:
             asked.transcript.nfe = step.nfe
@@ -204,7 +198,7 @@ class Asking:
             supported=supported,
             support=asked.support,
             backend=asked.decoder.backend,
-            min_support=self.min_support(asked.options),
+            min_support=asked.min_support,
             note=asked.found.note,
         )
         citations = self._cite(asked.ranked, selection, said, asked.text) if supported else ()

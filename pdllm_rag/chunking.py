@@ -14,14 +14,12 @@ import re
 import unicodedata
 from collections.abc import Callable
 from itertools import chain, pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import blake3
 import numpy as np
 from numpy.typing import NDArray
 from pdllm_store.types import ID_BYTES
-
-Cut = Literal["sentence", "token"]
 
 # Token ids and their code-point offsets (half open) of a whole text, as a fast tokenizer gives them. No
 # special tokens are to be added, and a special token's text in a document is to be encoded as ordinary text.
@@ -56,22 +54,22 @@ class SplitResult(NamedTuple):
     n_blank: int  # blank runs that were dropped
 
 
-def split(text: str, encode: Encode, *, chunk_len: int, cut: Cut = "sentence") -> SplitResult:
+def split(text: str, encode: Encode, *, chunk_len: int) -> SplitResult:
     """Cut `text` into consecutive runs of at most `chunk_len - 1` tokens (the BOS is the last one).
 
-    `cut="token"` fills every run. `cut="sentence"` ends a run at the last paragraph end in its last half,
-    else sentence end, else line end, else blank, else where it is full. A run exceeds the limit only where
-    one character takes more tokens than that: at most 4 in a byte-level vocabulary whose tokens do not
-    straddle characters, so that the limit is strict from `chunk_len` 5 on.
+    A run ends at the last paragraph end in its last half, else sentence end, else line end, else blank, else
+    where it is full. It exceeds the limit only where one character takes more tokens than that: at most 4 in
+    a byte-level vocabulary whose tokens do not straddle characters, so that the limit is strict from
+    `chunk_len` 5 on.
 
     Raises:
-        ValueError: a bad option, or `encode` does not give one code-point range per token.
+        ValueError: a `chunk_len` below 2, or `encode` does not give one code-point range per token.
     """
-    _check(chunk_len, cut)
+    _check(chunk_len)
     token_ids, offsets = encode(text)
     ids = np.asarray(token_ids, dtype=np.int32)
     starts, ends = _ranges(offsets, n_tokens=len(ids), n_chars=len(text))
-    edges = _edges(text, starts, ends, limit=chunk_len - 1, cut=cut)
+    edges = _edges(text, starts, ends, limit=chunk_len - 1)
 
     kept = [(a, b) for a, b in pairwise(edges) if not _is_blank_run(text, starts, a, b)]
     char_edges = [0, *(int(starts[a]) for a, _ in kept[1:]), len(text)]
@@ -79,10 +77,10 @@ def split(text: str, encode: Encode, *, chunk_len: int, cut: Cut = "sentence") -
     return SplitResult(spans, n_blank=len(edges) - 1 - len(kept))
 
 
-def recipe(chunk_len: int, cut: Cut = "sentence") -> str:
+def recipe(chunk_len: int) -> str:
     """Canonical text of everything that decides where a text is cut; raises ValueError as `split` does."""
-    _check(chunk_len, cut)
-    return f"split={VERSION} chunk_len={chunk_len} cut={cut}"
+    _check(chunk_len)
+    return f"split={VERSION} chunk_len={chunk_len} cut=sentence"
 
 
 def text_id(text: str) -> bytes:
@@ -108,13 +106,11 @@ def _limit_marks(text: str) -> str:
     return re.sub(f"([{marks}]{{30}})(?=[{marks}])", "\\1\u034f", text) if marks else text
 
 
-def _check(chunk_len: int, cut: str) -> None:
+def _check(chunk_len: int) -> None:
     if chunk_len < MIN_CHUNK_LEN:
         raise ValueError(
             f"chunk_len is {chunk_len}, but must be at least {MIN_CHUNK_LEN} (the BOS and one token); try 160"
         )
-    if cut not in get_args(Cut):
-        raise ValueError(f"cut is {cut!r}, but must be one of {', '.join(get_args(Cut))}")
 
 
 def _ranges(
@@ -133,7 +129,7 @@ def _ranges(
     return starts, ends
 
 
-def _edges(text: str, starts: NDArray[np.int64], ends: NDArray[np.int64], *, limit: int, cut: Cut) -> list[int]:
+def _edges(text: str, starts: NDArray[np.int64], ends: NDArray[np.int64], *, limit: int) -> list[int]:
     """Token indices where runs begin, then the number of tokens."""
     n = len(starts)
     if n == 0:
@@ -141,11 +137,7 @@ def _edges(text: str, starts: NDArray[np.int64], ends: NDArray[np.int64], *, lim
     reached = np.maximum.accumulate(ends)
     # A token may begin a run if all earlier ones end at or before its first character.
     allowed = np.concatenate(([True], starts[1:] >= reached[:-1], [True]))
-    if cut == "sentence":
-        rank = np.append(_break_kinds(text, starts), np.uint8(_PARAGRAPH))
-    else:
-        rank = np.full(n + 1, _NOTHING, dtype=np.uint8)
-
+    rank = np.append(_break_kinds(text, starts), np.uint8(_PARAGRAPH))
     edges = [0]
     while n - edges[-1] > limit:
         edges.append(_next_edge(edges[-1], allowed, rank, limit))

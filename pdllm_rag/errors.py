@@ -10,6 +10,7 @@ PdllmError                        (pdllm_store.errors)
 |   `-- UnreadableDocumentError   missing, too large, binary, encrypted, broken or of an unknown encoding
 |-- RequestError
 |   |-- FirstStageError           the user's own first stage gave what the store does not hold
+|   |-- UnfitModelError           a decoder or policy means nothing for the model
 |   |-- UnmatchedContextError     a prompt holds context that is in no stored chunk, which the caller forbade
 |   |-- ContextWindowError        question, chunks and answer do not fit the model's window
 |   `-- GenerationCancelled       the caller stopped the generation
@@ -33,6 +34,7 @@ __all__ = [
     "PdllmError",
     "RequestError",
     "TrainingError",
+    "UnfitModelError",
     "UnknownModelError",
     "UnmatchedContextError",
     "UnreadableDocumentError",

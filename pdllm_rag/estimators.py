@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from pdllm_rag.models.spec import ModelSpec
 
@@ -46,8 +46,7 @@ class Estimator(Protocol):
     is_causal: canvas rows see no later canvas row; they see all of the chunk either way.
     """
 
-    @property
-    def is_causal(self) -> bool: ...
+    is_causal: ClassVar[bool]
 
     def readings(self, rows: Sequence[int]) -> list[Reading]:
         """The passes over these rows, ascending; at least one row is given."""
@@ -68,10 +67,7 @@ class MaskedGroups:
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
             raise ValueError(f"MaskedGroups has n={self.n!r}; expected a whole number of 1 or more")
 
-    @property
-    def is_causal(self) -> bool:
-        """See `Estimator`."""
-        return False
+    is_causal: ClassVar[bool] = False
 
     def readings(self, rows: Sequence[int]) -> list[Reading]:
         """See `Estimator.readings`."""
@@ -86,10 +82,7 @@ class MaskedGroups:
 class LeaveOneOut:
     """A pass for each row, which alone is hidden: the reference."""
 
-    @property
-    def is_causal(self) -> bool:
-        """See `Estimator`."""
-        return False
+    is_causal: ClassVar[bool] = False
 
     def readings(self, rows: Sequence[int]) -> list[Reading]:
         """See `Estimator.readings`."""
@@ -108,10 +101,7 @@ class CausalShift:
     the causal prediction; others were never trained with a causal canvas, so a warning says that it is an experiment.
     """
 
-    @property
-    def is_causal(self) -> bool:
-        """See `Estimator`."""
-        return True
+    is_causal: ClassVar[bool] = True
 
     def readings(self, rows: Sequence[int]) -> list[Reading]:
         """See `Estimator.readings`."""

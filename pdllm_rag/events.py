@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -34,12 +36,13 @@ StreamEvent = TextDelta | CanvasUpdate | Final
 
 
 class EitherEvent(threading.Event):
-    """Set when it was set itself or when another one is, which it leaves alone."""
+    """Set when it was set itself, when its seconds are over, or when another one is set, which it leaves alone."""
 
-    def __init__(self, other: threading.Event | None) -> None:
+    def __init__(self, other: threading.Event | None, *, seconds: float = math.inf) -> None:
         super().__init__()
         self._other = other
+        self._end = time.monotonic() + seconds
 
     def is_set(self) -> bool:
-        """Whether either is set."""
-        return super().is_set() or (self._other is not None and self._other.is_set())
+        """Whether any of these is so."""
+        return super().is_set() or time.monotonic() > self._end or (self._other is not None and self._other.is_set())

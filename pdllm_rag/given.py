@@ -12,7 +12,7 @@ from pdllm_rag.chunking import is_blank
 from pdllm_rag.clock import Clock
 from pdllm_rag.first_stage import BM25Index
 from pdllm_rag.prefill import Prefiller
-from pdllm_rag.reading import Found, Source, chunk_id_of, sources_of
+from pdllm_rag.reading import Found, Source, sources_of
 from pdllm_rag.retrieval import Retriever, Selection, needs_scores
 
 PASTED = "<context>"  # doc_id of chunks of texts that come with a question
@@ -33,7 +33,11 @@ class Chosen(NamedTuple):
 
 def id_of(chunk: ChunkId | str | Chosen) -> ChunkId:
     """The id of a chunk, however it is given. Raises ValueError."""
-    return chunk_id_of(chunk.chunk_id if isinstance(chunk, Chosen) else chunk)
+    given = chunk.chunk_id if isinstance(chunk, Chosen) else chunk
+    try:
+        return bytes.fromhex(given) if isinstance(given, str) else bytes(memoryview(given))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"chunk id {given!r} is no hexadecimal text; expected 32 hex digits or 16 bytes") from error
 
 
 @dataclass(frozen=True)

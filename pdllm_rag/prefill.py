@@ -130,6 +130,16 @@ class _Pending(NamedTuple):
     replaces: bool
 
 
+@dataclass
+class _Waiting:
+    """Documents by id that are to be written together, the chunks that they lack, and what these take."""
+
+    documents: dict[str, _Pending] = field(default_factory=dict)
+    chunks: dict[ChunkId, NDArray[np.int32]] = field(default_factory=dict)
+    n_tokens: int = 0
+    n_bytes: int = 0
+
+
 class Prefiller:
     """Cuts, encodes and stores documents of one model.
 
@@ -176,35 +186,38 @@ class Prefiller:
         started = time.perf_counter()
         held = {info.doc_id: info for info in self._store.documents(self._fingerprint)}
         self._store.register(self._fingerprint)
-        pending: dict[str, _Pending] = {}  # by doc_id
-        wanted: dict[ChunkId, NDArray[np.int32]] = {}
-        n_tokens = n_bytes = 0
+        waiting = _Waiting()
         cap = self._store.max_bytes
         room = math.inf if cap is None else ROOM * cap  # what waits to be written together must fit at once
+
+        def tell(doc_id: str) -> None:
+            if on_progress is not None:
+                done = report.added + report.updated + report.unchanged + len(report.failed)
+                on_progress(Progress(done, report.tokens, doc_id))
+
         for document in documents:
             if isinstance(document, Failure):
                 report.failed.append(document)
-                self._notify(on_progress, report, document.path)
+                tell(document.path)
                 continue
             report.text_bytes += len(document.text.encode("utf-8", "surrogatepass"))
-            if document.doc_id in pending:  # the last one wins
-                self._flush(pending, wanted, report, on_progress)
-                pending, wanted, n_tokens, n_bytes = {}, {}, 0, 0
+            if document.doc_id in waiting.documents:  # the last one wins
+                waiting = self._flush(waiting, report, tell)
                 held = {info.doc_id: info for info in self._store.documents(self._fingerprint)}
             info = held.get(document.doc_id)
             identity = text_id(document.text)
             if info and self._is_held(info, document, identity):
                 report.unchanged += 1
                 report.chunks_reused += len(info.chunk_ids)
-                self._notify(on_progress, report, document.doc_id)
+                tell(document.doc_id)
                 continue
             try:
                 entry = self._cut(document, identity, report, replaces=info is not None)
             except (DocumentError, ValueError) as error:
                 report.failed.append(Failure(document.doc_id, str(error)))
-                self._notify(on_progress, report, document.doc_id)
+                tell(document.doc_id)
                 continue
-            new = [chunk_id for chunk_id in absent(self._store, list(entry.chunks)) if chunk_id not in wanted]
+            new = [chunk_id for chunk_id in absent(self._store, list(entry.chunks)) if chunk_id not in waiting.chunks]
             lens = [len(entry.chunks[chunk_id]) for chunk_id in new]
             n_new = sum(map(self._bytes_taken, lens))
             if n_new > room:
@@ -213,19 +226,17 @@ class Prefiller:
                     f"{cap}; raise the cap (`pdllm store limit`, max_bytes) or split the document"
                 )
                 report.failed.append(Failure(document.doc_id, reason))
-                self._notify(on_progress, report, document.doc_id)
+                tell(document.doc_id)
                 continue
-            if n_bytes + n_new > room:
-                self._flush(pending, wanted, report, on_progress)
-                pending, wanted, n_tokens, n_bytes = {}, {}, 0, 0
-            pending[document.doc_id] = entry
-            wanted |= {chunk_id: entry.chunks[chunk_id] for chunk_id in new}
-            n_tokens += sum(lens)
-            n_bytes += n_new
-            if n_tokens >= self._flush_tokens or len(pending) >= self._flush_documents:
-                self._flush(pending, wanted, report, on_progress)
-                pending, wanted, n_tokens, n_bytes = {}, {}, 0, 0
-        self._flush(pending, wanted, report, on_progress)
+            if waiting.n_bytes + n_new > room:
+                waiting = self._flush(waiting, report, tell)
+            waiting.documents[document.doc_id] = entry
+            waiting.chunks |= {chunk_id: entry.chunks[chunk_id] for chunk_id in new}
+            waiting.n_tokens += sum(lens)
+            waiting.n_bytes += n_new
+            if waiting.n_tokens >= self._flush_tokens or len(waiting.documents) >= self._flush_documents:
+                waiting = self._flush(waiting, report, tell)
+        self._flush(waiting, report, tell)
         report.seconds = time.perf_counter() - started
         return report
 
@@ -294,47 +305,37 @@ class Prefiller:
         )
         return _Pending(stored, chunks, replaces)
 
-    def _flush(
-        self,
-        pending: Mapping[str, _Pending],
-        wanted: Mapping[ChunkId, NDArray[np.int32]],
-        report: PrefillReport,
-        on_progress: Callable[[Progress], None] | None,
-    ) -> None:
-        """Write what waits; if the store is full, nothing of it that no document refers to stays."""
+    def _flush(self, waiting: _Waiting, report: PrefillReport, tell: Callable[[str], None]) -> _Waiting:
+        """Write what waits, after which nothing does; if the store is full, no orphan of it stays."""
         try:
-            self._write(pending, wanted, report, on_progress)
+            self._write(waiting, report, tell)
         except StoreFullError:
-            self._store.drop_orphans(wanted)
+            self._store.drop_orphans(waiting.chunks)
             raise
+        return _Waiting()
 
-    def _write(
-        self,
-        pending: Mapping[str, _Pending],
-        wanted: Mapping[ChunkId, NDArray[np.int32]],
-        report: PrefillReport,
-        on_progress: Callable[[Progress], None] | None,
-    ) -> None:
-        name = next(iter(pending), "")
-        for batch in self._encoder.batches(list(wanted.values())):
+    def _write(self, waiting: _Waiting, report: PrefillReport, tell: Callable[[str], None]) -> None:
+        name = next(iter(waiting.documents), "")
+        for batch in self._encoder.batches(list(waiting.chunks.values())):
             report.bytes_written += self._store.put(self._fingerprint, batch)
             report.chunks_computed += len(batch)
             report.tokens += sum(len(meta.token_ids) for meta, _ in batch)
-            self._notify(on_progress, report, name)
-        computed = set(wanted)
-        for entry, result in zip(pending.values(), self._added(list(pending.values())), strict=True):
+            tell(name)
+        computed = set(waiting.chunks)
+        entries = list(waiting.documents.values())
+        for entry, result in zip(entries, self._added(entries), strict=True):
             report.chunks_reused += len(set(entry.chunks) - computed)
             computed -= set(entry.chunks)
             try:
                 self._make_sure(entry, result)
             except (StoreError, ValueError) as error:
-                if isinstance(error, StoreError) and not _is_about_one_document(error):
-                    raise
+                if isinstance(error, StoreError) and not isinstance(error, (DocumentConflictError, ChunkNotFoundError)):
+                    raise  # it is not about one document
                 report.failed.append(Failure(entry.document.doc_id, str(error)))
             else:
                 report.updated += entry.replaces
                 report.added += not entry.replaces
-            self._notify(on_progress, report, entry.document.doc_id)
+            tell(entry.document.doc_id)
 
     def _added(self, entries: Sequence[_Pending]) -> list[bool | StoreError | ValueError]:
         """Make documents visible, together if they fit together; what came of each."""
@@ -358,15 +359,6 @@ class Prefiller:
             (result,) = self._added([entry])
         if isinstance(result, Exception):
             raise result
-
-    def _notify(self, on_progress: Callable[[Progress], None] | None, report: PrefillReport, doc_id: str) -> None:
-        if on_progress is not None:
-            done = report.added + report.updated + report.unchanged + len(report.failed)
-            on_progress(Progress(done, report.tokens, doc_id))
-
-
-def _is_about_one_document(error: StoreError) -> bool:
-    return isinstance(error, (DocumentConflictError, ChunkNotFoundError))
 
 
 def as_stored(document: InputDocument) -> object:

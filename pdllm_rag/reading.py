@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pdllm_store import ChunkId, ChunkKV, ChunkRef, ChunkStore, DocumentNotFoundError, ModelFingerprint
+from pdllm_store import ChunkKV, ChunkRef, ChunkStore, DocumentNotFoundError, ModelFingerprint
 
 from pdllm_rag.metadata import page_ends
 from pdllm_rag.placement import Placement
@@ -81,11 +81,3 @@ def told(found: Found) -> Found:
     if found.note:
         logger.warning("%s", found.note)
     return found
-
-
-def chunk_id_of(given: ChunkId | str) -> ChunkId:
-    """An id given as bytes or as hex."""
-    try:
-        return bytes.fromhex(given) if isinstance(given, str) else bytes(memoryview(given))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"chunk id {given!r} is no hexadecimal text; expected 32 hex digits or 16 bytes") from error

@@ -36,13 +36,12 @@ class FirstStages:
         Raises:
             ValueError: it is none of them.
         """
+        check_choice(choice)
         if isinstance(choice, str):
-            check_choice(choice)
             with self._lock:
                 if choice not in self._made:
                     self._made[choice] = self._makers[choice]()
                 return self._made[choice]
-        check_choice(choice)
         if isinstance(choice, (list, tuple)):
             return Fusion([self.chosen(one) for one in choice])
         return choice if isinstance(choice, FirstStage) else ForeignStage(choice, self._store, self._fingerprint)

@@ -15,14 +15,12 @@ class Transcript:
     """Collects the events of one sequence.
 
     Args:
-        stop: strings that end the answer; they are not part of it.
+        stop: non-empty strings that end the answer; they are not part of it.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, eos_ids: Sequence[int], *, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> None:
-        if any(not text for text in stop):
-            raise ValueError("stop holds an empty string; expected non-empty ones")
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_ids)
         self._max_new_tokens = max_new_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import statistics
 import tokenize
 from pathlib import Path
 
@@ -51,6 +52,9 @@ def main() -> None:
     )
     print(f"engine and store: {engine} source lines of {ENGINE_BUDGET}")
     print(f"everything:       {sum(sizes.values())} source lines of {WHOLE_BUDGET}")
+    largest = max(sizes, key=sizes.__getitem__)
+    print(f"median file:      {statistics.median(sizes.values()):.0f} of {len(sizes)} files")
+    print(f"largest file:     {sizes[largest]}, {largest.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

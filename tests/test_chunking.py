@@ -47,13 +47,12 @@ ENCODERS = {"byte": byte_encode, "word": word_encode, "real": Tokenizer(BUNDLED[
 @given(
     text=TEXTS,
     chunk_len=st.integers(2, 40),
-    cut=st.sampled_from(["sentence", "token"]),
     name=st.sampled_from(sorted(ENCODERS)),
 )
-def test_chunks_tile_text_and_tokens(text, chunk_len, cut, name):
+def test_chunks_tile_text_and_tokens(text, chunk_len, name):
     encode = ENCODERS[name]
     ids, offsets = encode(text)
-    spans, n_blank = split(text, encode, chunk_len=chunk_len, cut=cut)
+    spans, n_blank = split(text, encode, chunk_len=chunk_len)
 
     if spans:
         assert "".join(text[s.char_start : s.char_end] for s in spans) == text
@@ -78,7 +77,7 @@ def test_chunks_tile_text_and_tokens(text, chunk_len, cut, name):
 @given(text=TEXTS, chunk_len=st.integers(2, 12), name=st.sampled_from(["byte", "real"]))
 def test_no_chunk_starts_inside_a_character(text, chunk_len, name):
     _, offsets = ENCODERS[name](text)
-    spans, n_blank = split(text, ENCODERS[name], chunk_len=chunk_len, cut="token")
+    spans, n_blank = split(text, ENCODERS[name], chunk_len=chunk_len)
     at = 0
     if n_blank:
         return
@@ -87,21 +86,21 @@ def test_no_chunk_starts_inside_a_character(text, chunk_len, name):
         at += len(span.token_ids)
 
 
-@pytest.mark.parametrize("name", sorted(ENCODERS))
-def test_token_cut_fills_every_run_but_the_last(name):
-    text = "plain words of ascii only " * 40
-    lengths = [len(s.token_ids) for s in split(text, ENCODERS[name], chunk_len=10, cut="token").spans]
+@pytest.mark.parametrize("name", ["byte", "real"])
+def test_without_a_place_to_cut_at_every_run_but_the_last_is_full(name):
+    text = "plainlettersofasciionly" * 40
+    lengths = [len(s.token_ids) for s in split(text, ENCODERS[name], chunk_len=10).spans]
     assert set(lengths[:-1]) == {9}
     assert 1 <= lengths[-1] <= 9
 
 
 def test_an_emoji_moves_the_cut_back_to_its_first_token():
-    spans = split("ab😀cd", byte_encode, chunk_len=5, cut="token").spans
+    spans = split("ab😀cd", byte_encode, chunk_len=5).spans
     assert [s.token_ids.tobytes()[::4] for s in spans] == [b"ab", "😀".encode(), b"cd"]
 
 
 def test_a_character_longer_than_a_chunk_stays_whole():
-    spans = split("a😀b", byte_encode, chunk_len=3, cut="token").spans
+    spans = split("a😀b", byte_encode, chunk_len=3).spans
     assert [(s.char_start, s.char_end, len(s.token_ids)) for s in spans] == [(0, 1, 1), (1, 2, 4), (2, 3, 1)]
 
 
@@ -189,11 +188,6 @@ def test_a_chunk_len_without_room_is_refused_with_value_and_limit(chunk_len):
         recipe(chunk_len)
 
 
-def test_an_unknown_cut_is_refused():
-    with pytest.raises(ValueError, match="cut is 'page', but must be one of sentence, token"):
-        split("text", byte_encode, chunk_len=8, cut="page")
-
-
 def test_offsets_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="2 token ids and 1 offsets"):
         split("text", lambda _: ([1, 2], [(0, 1)]), chunk_len=8)
@@ -203,7 +197,6 @@ def test_offsets_that_do_not_fit_are_refused():
 
 def test_the_recipe_is_stable_text():
     assert recipe(160) == "split=1 chunk_len=160 cut=sentence"
-    assert recipe(64, "token") == "split=1 chunk_len=64 cut=token"
 
 
 def test_two_spellings_of_a_text_have_one_id():

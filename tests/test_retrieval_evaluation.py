@@ -16,7 +16,7 @@ from pdllm_store import MemoryStore
 from pdllm_rag import InputDocument, LoadedModel, RagEngine
 from pdllm_rag.cli import options as cli_options
 from pdllm_rag.evaluation import Question, dense
-from pdllm_rag.evaluation.ablation import REFERENCE, VARIANTS, ablation_summary, chosen, meaningful, rank_variants
+from pdllm_rag.evaluation.ablation import REFERENCE, VARIANTS, chosen, meaningful, rank_variants
 from pdllm_rag.evaluation.kept import KeptRows
 from pdllm_rag.evaluation.retrieval import (
     MEASURES,
@@ -90,18 +90,18 @@ def test_rankings_are_kept_and_a_line_that_was_cut_short_is_made_again(tmp_path:
     rows = [{"x": Ranking(("a", one.id), 1.5), "y": Ranking((), 2.0)} for one in asked]
     kept = KeptRows(path, run)
     for one, row in zip(asked, rows, strict=True):
-        kept.add(one, as_row(row))
+        kept.add(as_row(one, row))
     for reader in (kept, KeptRows(path, run)):
-        assert [of_row(reader[one]) for one in asked] == rows
-    assert question("q3", "a") not in kept
-    assert replace(asked[0], text="Changed?") not in kept
+        assert [of_row(reader[one.id, one.text]) for one in asked] == rows
+    assert ("q3", "q3") not in kept
+    assert ("q1", "Changed?") not in kept
     with pytest.raises(ValueError, match="came twice"):
-        kept.add(asked[0], as_row(rows[0]))
+        kept.add(as_row(asked[0], rows[0]))
     path.write_text(path.read_text()[:-9])
     again = KeptRows(path, run)
-    assert [one in again for one in asked] == [True, False]
-    again.add(asked[1], as_row(rows[1]))
-    assert of_row(KeptRows(path, run)[asked[1]]) == rows[1]
+    assert [(one.id, one.text) in again for one in asked] == [True, False]
+    again.add(as_row(asked[1], rows[1]))
+    assert of_row(KeptRows(path, run)["q2", "q2"]) == rows[1]
     with pytest.raises(ValueError, match="of another run"):
         KeptRows(path, {"weights": "other"})
     path.write_text('{"id": "q1"}\n')
@@ -144,7 +144,7 @@ def test_every_variant_orders_the_same_candidates_and_the_shipped_one_is_the_eng
         shipped = [chunk.ref.doc_id for chunk in engine.retrieve(one.text, k=4, candidates=4, score_window=9e9)]
         assert [*row[REFERENCE].doc_ids] == shipped
         assert row["-s_I (sign turned)"].doc_ids == row["s_I, 2 groups"].doc_ids[::-1]
-    figures = ablation_summary(rows, asked)
+    figures = summary(rows, asked, references=[REFERENCE])
     assert set(figures) == {"unscored", *VARIANTS}
 
 

@@ -142,7 +142,7 @@ def test_rounding_is_what_is_read_back(rounding: str) -> None:
     rounded, vector = ROUNDINGS[rounding]([weight, weight[3]])
     assert torch.equal(vector, weight[3].half().float())
     if rounding == "4bit":
-        levels, scale = packed.pack_q4(weight)
+        levels, scale = packed.quantised(weight).packed()
         back = packed.unpack({"w_q4": levels, "w_q4_scale": scale}, torch.float32)["w"]
     else:
         levels, scale = packed.pack_q8(weight)

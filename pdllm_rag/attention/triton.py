@@ -204,7 +204,7 @@ class SplitAttention:
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         *,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
@@ -215,22 +215,8 @@ class SplitAttention:
         Args:
             q: [N, H, D], heads and their elements next to each other.
             k, v: [S, G, D] of one layer, of q's dtype, or int8 with `k_scale`, `v_scale` float32 [S, G].
+                v None: see `lse`.
         """
-        return self._run(q, k, v, k_scale, v_scale, out)
-
-    def lse(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """The lse [N, H] of a call, in base 2, for which no value is read."""
-        return self._run(q, k, None).lse
-
-    def _run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> AttentionState:
         from pdllm_rag.attention import split_kernel
 
         last_row, has_out = self._last_row, v is not None
@@ -292,6 +278,10 @@ class SplitAttention:
                 num_warps=2,
             )
         return AttentionState(out, lse)
+
+    def lse(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """The lse [N, H] of a call, in base 2, for which no value is read."""
+        return self(q, k, None).lse
 
 
 class KernelTables(NamedTuple):

@@ -52,9 +52,9 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     return Ceilings(2 * source.nbytes / copy_s, 2 * n**3 / product_s)
 
 
-def host_copies(device: torch.device, n_bytes: int | None = None) -> dict[str, float]:
+def host_copies(device: torch.device) -> dict[str, float]:
     """Bytes per second from the device to host memory: pageable, and pinned where there is a GPU."""
-    size = n_bytes or (GIB if device.type == "cuda" else MIB)
+    size = GIB if device.type == "cuda" else MIB
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     targets = {"pageable": torch.zeros(size, dtype=torch.uint8)}
     if device.type == "cuda":

@@ -161,8 +161,9 @@ class _Bench:
         """Whole questions, candidates on the device or in the page cache, against as many vanilla steps."""
         sizes = self._sizes
         candidates = chunk_ids[: min(len(chunk_ids), max(sizes.selected, context // sizes.chunk_len))]
+        kv_bytes = len(candidates) * sizes.chunk_len * self._cost.kv_row_bytes
         pools = {
-            "warm": KVPool.beside(self._model.backbone, store, budget_bytes=2 * self._kv_bytes(len(candidates))),
+            "warm": KVPool.beside(self._model.backbone, store, budget_bytes=2 * kv_bytes),
             "page_cache": KVPool.beside(self._model.backbone, store, budget_bytes=0),
         }
         found: dict[str, Any] = {"candidates": len(candidates)}
@@ -290,9 +291,6 @@ class _Bench:
             canvas_rows=self._sizes.question_rows + self._block_len,
             answer_rows=self._block_len,
         )
-
-    def _kv_bytes(self, n_chunks: int) -> int:
-        return n_chunks * self._sizes.chunk_len * self._cost.kv_row_bytes
 
 
 def _speed_up(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:

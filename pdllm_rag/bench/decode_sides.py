@@ -116,22 +116,18 @@ class StaticSteps:
     Args:
         requests: decoded together.
         steps: so many forwards in all, by an even share of tokens each; None for one token at a time.
+
+    Attributes:
+        decoder: whose steps they are.
     """
 
-    def __init__(
-        self, model: LoadedModel, requests: Sequence[DecodeRequest], *, steps: int | None = None, backend: str = "auto"
-    ) -> None:
-        self._decoder = StaticKVDecoder(endless(model), CommitRule(threshold=1.0, steps=steps), backend=backend)
+    def __init__(self, model: LoadedModel, requests: Sequence[DecodeRequest], *, steps: int | None = None) -> None:
+        self.decoder = StaticKVDecoder(endless(model), CommitRule(threshold=1.0, steps=steps))
         self._requests = requests
-
-    @property
-    def decoder(self) -> StaticKVDecoder:
-        """Whose steps they are."""
-        return self._decoder
 
     def gaps_ms(self, n_forwards: int) -> list[float]:
         """Milliseconds of `n_forwards` - 1 steps: the first one, which gathers the context, is not among them."""
-        events = self._decoder.steps(self._requests)
+        events = self.decoder.steps(self._requests)
         ends: list[float] = []
         for _ in range(n_forwards):
             if sum(1 for _ in islice(events, len(self._requests))) < len(self._requests):
@@ -141,7 +137,7 @@ class StaticSteps:
 
     def whole(self) -> int:
         """Run to the end; returns the number of forwards."""
-        return max(step.nfe for step in self._decoder.steps(self._requests))
+        return max(step.nfe for step in self.decoder.steps(self._requests))
 
     def whole_ms(self, device: torch.device, repeat: int) -> list[float]:
         """Milliseconds of `repeat` whole runs, gathering the context included; one more goes ahead."""

@@ -19,12 +19,14 @@ MARKERS = "osD^vPX*"
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def check_plot(path: str) -> None:
-    """Refuse a plot before anything is measured.
+def check_plot(path: str | None) -> None:
+    """Refuse a plot before anything is measured; None is no plot.
 
     Raises:
         ValueError: matplotlib is not installed, or cannot write this file.
     """
+    if path is None:
+        return
     file = Path(path)
     if file.suffix not in FORMATS or not os.access(file.parent, os.W_OK):
         raise ValueError(f"{path!r} cannot be drawn; expected a name with {', '.join(FORMATS)} in a writable folder")
@@ -123,7 +125,7 @@ def plot_decoders(figures: Mapping[str, Any], path: str | Path) -> None:
         for number, name in enumerate(rows[0]["contenders"]):
             speeds = [row["contenders"][name]["tokens_per_s"]["median"] for row in rows]
             axis.plot(counts, speeds, marker=MARKERS[number % 8], label=name)
-        title = f"{figures['model']}, {figures['machine']['dtype']}, prompt {_tokens(prompt)}, {sequences} at once"
+        title = f"{figures['model']}, {figures['machine']['dtype']}, prompt {tokens(prompt)}, {sequences} at once"
         axis.set_title(title, fontsize=FONT_SIZE)
         _log_axes(axis, counts, "tokens of a sequence committed a step (forced)", "tokens a second")
         axis.legend(fontsize=FONT_SIZE - 4)
@@ -160,7 +162,7 @@ def _log_axes(axis: Any, contexts: Sequence[int], below: str, beside: str) -> No
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(sorted(set(contexts)))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens(value)))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else ""))
@@ -170,7 +172,8 @@ def _log_axes(axis: Any, contexts: Sequence[int], below: str, beside: str) -> No
     axis.grid(which="both", alpha=0.3)
 
 
-def _tokens(value: float) -> str:
+def tokens(value: float) -> str:
+    """A number of tokens, thousands of 1,024 as 8k."""
     return f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -25,6 +25,7 @@ from pdllm_store import ChunkKV, LMDBStore
 
 from pdllm_rag.answer import AnswerStats
 from pdllm_rag.attention import causal_block
+from pdllm_rag.bench.decode_sides import endless
 from pdllm_rag.bench.machine import Spread, compare, describe, take_turns
 from pdllm_rag.bench.prefill import random_chunks
 from pdllm_rag.clock import PHASES
@@ -46,7 +47,6 @@ SECTIONS = {  # what each comparison times
     "question": ("vanilla_long", *PARTS),
     "scoring": (*SELECTING, "static_kv"),
 }
-NO_TOKEN = -1  # an end-of-answer id that no model produces
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,9 @@ def _decodes(
     encoder = ChunkEncoder(model, fingerprint)
     encoded = [entry for batch in encoder.batches(chunks[: shapes.candidates]) for entry in batch]
     kv = [chunk for _, chunk in encoded]
-    endless = replace(model, spec=replace(model.spec, eos_ids=(NO_TOKEN,)))
     one_at_a_time = CommitRule(threshold=1.0)
-    static_kv = StaticKVDecoder(endless, one_at_a_time)
-    vanilla = VanillaDecoder(endless, one_at_a_time)
+    static_kv = StaticKVDecoder(endless(model), one_at_a_time)
+    vanilla = VanillaDecoder(endless(model), one_at_a_time)
 
     scoring = ScoringOptions()
     block = causal_block(model.spec.family) or 1

@@ -21,8 +21,8 @@ from pdllm_rag.cli.console import (
     write_json,
 )
 from pdllm_rag.cli.opening import add_model, add_store, open_engine
-from pdllm_rag.cli.options import LOADS, add_asking, add_min_support, asking_options
-from pdllm_rag.cli.values import KeyValues, positive_int, seed, share, temperature
+from pdllm_rag.cli.options import add_asking, add_counts, add_load, add_min_support, asking_options
+from pdllm_rag.cli.values import KeyValues, seed, share, temperature
 
 if TYPE_CHECKING:
     from pdllm_rag.answer import Answer, AnswerStats, Citation
@@ -38,12 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("question", metavar="QUESTION", help="the question; - reads it from stdin")
     add_store(parser, may_read_only=True)
-    parser.add_argument(
-        "--load",
-        choices=LOADS,
-        default="store",
-        help="read chunk KV from the store, or compute it again where that is faster (default: store)",
-    )
+    add_load(parser)
     add_model(parser)
     parser.add_argument(
         "--filter",
@@ -52,9 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="KEY=VALUE",
         help="only documents with this metadata, doc_id or source; may be given several times, once a key",
     )
-    parser.add_argument(
-        "--max-new-tokens", type=positive_int, default=32, metavar="N", help="longest answer (default: 32)"
-    )
+    add_counts(parser, ("max-new-tokens", 32, "longest answer"))
     parser.add_argument(
         "--stop",
         type=_not_empty,

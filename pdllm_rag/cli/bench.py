@@ -10,6 +10,7 @@ from pdllm_rag.cli.bench_report import model_subject, quartiles, report, waiting
 from pdllm_rag.cli.bench_values import list_of
 from pdllm_rag.cli.console import byte_size, table
 from pdllm_rag.cli.opening import adapters, add_model, add_store, open_engine
+from pdllm_rag.cli.options import add_counts
 from pdllm_rag.cli.prefill import KV_DTYPES
 from pdllm_rag.cli.values import positive_int
 
@@ -49,14 +50,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="FILE",
         help=f"as for `pdllm eval qa`; its first {N_QUESTIONS} answerable ones are asked (default: none)",
     )
-    for name, value, what in (
+    add_counts(
+        query,
         ("repeat", 5, "repetitions"),
         ("candidates", 8, "chunks scored"),
         ("steps", 6, "denoising steps of a decode"),
-    ):
-        query.add_argument(
-            f"--{name}", type=positive_int, default=value, metavar="N", help=f"{what} (default: {value})"
-        )
+    )
     query.add_argument(
         "--sections",
         type=list_of(_section),
@@ -93,15 +92,13 @@ def _add_store_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser
     parser.add_argument("--shape", choices=SHAPES, default="demo", help="KV of this model (default: demo)")
     for name, what in (("layers", "layers"), ("kv-heads", "key/value heads"), ("head-dim", "elements of a head")):
         parser.add_argument(f"--{name}", type=positive_int, metavar="N", help=f"{what} (default: the shape's)")
-    for name, value, what in (
+    add_counts(
+        parser,
         ("chunks", 8, "chunks written and loaded at once"),
         ("chunk-len", 256, "tokens of a chunk"),
         ("metas", 100_000, "chunks of the large store, at least 10"),
         ("repeat", 10, "repetitions"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=positive_int, default=value, metavar="N", help=f"{what} (default: {value})"
-        )
+    )
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bfloat16", help="stored dtype (default: bfloat16)")
     parser.add_argument(
         "--threads", type=positive_int, metavar="N", help="threads of a load (default: the store's own)"
@@ -123,10 +120,7 @@ def _add_corpus_bench(benches: argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument(
         "--sizes", type=list_of(positive_int), default=sizes, metavar="N,N", help=f"chunks (default: {sizes})"
     )
-    for name, value, what in (("questions", 10, "questions asked"), ("repeat", 3, "times that each is asked")):
-        parser.add_argument(
-            f"--{name}", type=positive_int, default=value, metavar="N", help=f"{what} (default: {value})"
-        )
+    add_counts(parser, ("questions", 10, "questions asked"), ("repeat", 3, "times that each is asked"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_corpus)
 
@@ -146,8 +140,7 @@ def run_query(args: argparse.Namespace) -> int:
     tables = [_query_table(figures)]
     if figures["asks"]:
         tables.append(_asks_table(figures["asks"]))
-    report(args, figures, tables, model_subject(figures))
-    return 0
+    return report(args, figures, tables, model_subject(figures))
 
 
 def run_store(args: argparse.Namespace) -> int:
@@ -168,8 +161,7 @@ def run_store(args: argparse.Namespace) -> int:
     with waiting(args):
         figures = bench_store(shapes, folder=args.dir, repeat=args.repeat)
     sections = [figures["write"], figures["warm"], figures["cold"], *figures["codec"].values()]
-    report(args, figures, [*map(_section_table, sections), _growth_table(figures["tables"])], _subject(figures))
-    return 0
+    return report(args, figures, [*map(_section_table, sections), _growth_table(figures["tables"])], _subject(figures))
 
 
 def run_corpus(args: argparse.Namespace) -> int:
@@ -180,8 +172,7 @@ def run_corpus(args: argparse.Namespace) -> int:
     model = load_model(args.model, device=args.device, **adapters(args))
     with waiting(args):
         figures = bench_corpus(model, args.sizes, questions=args.questions, repeat=args.repeat, folder=args.dir)
-    report(args, figures, [_corpus_table(figures)], model_subject(figures))
-    return 0
+    return report(args, figures, [_corpus_table(figures)], model_subject(figures))
 
 
 def _subject(figures: dict[str, Any]) -> str:

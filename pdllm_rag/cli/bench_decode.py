@@ -9,6 +9,7 @@ from pdllm_rag.cli.bench_prefill import add_model, chosen_model
 from pdllm_rag.cli.bench_report import add_output, check_files, model_subject, quartiles, report, save, waiting
 from pdllm_rag.cli.bench_values import count, list_of
 from pdllm_rag.cli.console import table
+from pdllm_rag.cli.options import add_counts
 from pdllm_rag.cli.values import positive_int
 
 if TYPE_CHECKING:
@@ -41,16 +42,14 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="N,...",
         help="questions in one step (default: 1,2,4,8)",
     )
-    for name, value, what in (
+    add_counts(
+        parser,
         ("chunk-len", 1024, "tokens of a chunk"),
         ("selected", 4, "chunks that a question reads"),
         ("question-rows", 64, "tokens of a question"),
         ("few-steps", 12, "most steps of an answer that takes few"),
         ("repeat", 3, "repetitions"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=positive_int, default=value, metavar="N", help=f"{what} (default: {value})"
-        )
+    )
     parser.add_argument(
         "--candidates",
         type=positive_int,
@@ -104,8 +103,7 @@ def run_decode(args: argparse.Namespace) -> int:
         tables.append(_autoregressive_table(figures["autoregressive"]))
     if "batch" in figures:
         tables.append(_batch_table(figures["batch"]))
-    report(args, figures, tables, model_subject(figures))
-    return 0
+    return report(args, figures, tables, model_subject(figures))
 
 
 def _step_table(figures: dict[str, Any]) -> Table:

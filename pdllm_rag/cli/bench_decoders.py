@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from pdllm_rag.cli.bench_prefill import add_model, chosen_model
 from pdllm_rag.cli.bench_report import add_output, check_files, model_subject, quartiles, report, save, waiting
 from pdllm_rag.cli.bench_values import count, list_of
-from pdllm_rag.cli.console import on_terminal, progress_bar, table
+from pdllm_rag.cli.console import progress, table
 from pdllm_rag.cli.opening import add_store, is_store_given, open_engine
+from pdllm_rag.cli.options import add_counts
 from pdllm_rag.cli.values import not_negative, positive_int, share, typed
 
 if TYPE_CHECKING:
@@ -43,10 +43,7 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="a decoder with its options (docs/decoders.md) and those of a question, such as 'fast_dllm cache=prefix "
         "threshold=0.8'; may be repeated (default: several of every decoder that runs on the model)",
     )
-    answers.add_argument("--k", type=positive_int, default=4, metavar="N", help="most chunks read (default: 4)")
-    answers.add_argument(
-        "--max-new-tokens", type=positive_int, default=32, metavar="N", help="longest answer (default: 32)"
-    )
+    add_counts(answers, ("k", 4, "most chunks read"), ("max-new-tokens", 32, "longest answer"))
     answers.add_argument("--limit", type=positive_int, metavar="N", help="ask only the first N questions")
     speed = parser.add_argument_group("speed")
     speed.add_argument(
@@ -70,14 +67,12 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="P",
         help="share of the rows that decoders with salient rows compute anew (default: 0.25)",
     )
-    for name, value, what in (
+    add_counts(
+        speed,
         ("question-rows", 64, "tokens of a prompt that are not its context's"),
         ("answer-rows", 256, "tokens of an answer"),
         ("repeat", 2, "rounds"),
-    ):
-        speed.add_argument(
-            f"--{name}", type=positive_int, default=value, metavar="N", help=f"{what} (default: {value})"
-        )
+    )
     speed.add_argument(
         "--max-s",
         type=not_negative,
@@ -105,8 +100,7 @@ def run_decoders(args: argparse.Namespace) -> int:
     if args.plot:
         plot_decoders(figures, args.plot)
     tables = [_quality_table(figures)] if args.questions else [_speed_table(case) for case in figures["speed"]]
-    report(args, figures, tables, model_subject(figures))
-    return 0
+    return report(args, figures, tables, model_subject(figures))
 
 
 def _answers(args: argparse.Namespace) -> dict[str, Any]:
@@ -119,10 +113,9 @@ def _answers(args: argparse.Namespace) -> dict[str, Any]:
     for setting in args.setting or ():
         setting.options(options)  # refused before a model is loaded
     args.model = chosen_model(args)
-    with open_engine(args) as engine, progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
-        settings = args.setting or default_settings(engine)
-        task = bar.add_task("Asking", total=sum(bool(question.answers) for question in questions))
-        return bench_quality(engine, questions, settings, options, on_question=lambda: bar.advance(task))
+    n_asked = sum(bool(question.answers) for question in questions)
+    with open_engine(args) as engine, progress(args, "Asking", n_asked) as advance:
+        return bench_quality(engine, questions, args.setting or default_settings(engine), options, on_question=advance)
 
 
 def _speed(args: argparse.Namespace) -> dict[str, Any]:

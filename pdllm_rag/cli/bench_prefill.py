@@ -17,6 +17,7 @@ from pdllm_rag.cli.bench_report import (
 )
 from pdllm_rag.cli.console import table
 from pdllm_rag.cli.opening import adapters, add_adapters
+from pdllm_rag.cli.options import add_counts
 from pdllm_rag.cli.values import positive_int
 
 if TYPE_CHECKING:
@@ -37,15 +38,11 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "is held up by: computing (against a large matrix product), copying KV to the host, or the disk.",
     )
     add_model(parser)
-    parser.add_argument("--batch", type=positive_int, default=4, metavar="N", help="chunks a batch (default: 4)")
-    parser.add_argument(
-        "--chunk-len", type=positive_int, default=256, metavar="N", help="tokens of a chunk (default: 256)"
+    add_counts(
+        parser, ("batch", 4, "chunks a batch"), ("chunk-len", 256, "tokens of a chunk"), ("repeat", 10, "repetitions")
     )
-    parser.add_argument("--repeat", type=positive_int, default=10, metavar="N", help="repetitions (default: 10)")
     parser.add_argument("--limits", action="store_true", help="measure the parts of a prefill too (--shape: always)")
-    parser.add_argument(
-        "--batches", type=positive_int, default=4, metavar="N", help="batches of one round of the parts (default: 4)"
-    )
+    add_counts(parser, ("batches", 4, "batches of one round of the parts"))
     parser.add_argument("--dir", metavar="DIR", help="write under this folder (default: the system's temporary one)")
     add_output(parser)
     parser.set_defaults(run=run_prefill)
@@ -96,8 +93,7 @@ def run_prefill(args: argparse.Namespace) -> int:
         if args.limits or args.shape:
             figures["limits"] = bench_prefill_limits(model, **sizes, batches=args.batches, folder=args.dir)
             tables.append(_limits_table(figures["limits"]))
-    report(args, figures, tables, model_subject(figures))
-    return 0
+    return report(args, figures, tables, model_subject(figures))
 
 
 def _prefill_table(figures: dict[str, Any]) -> Table:

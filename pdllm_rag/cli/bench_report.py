@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdllm_rag.cli.console import notes, on_terminal, print_table, results, write_json
+from pdllm_rag.cli import console
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -49,27 +49,18 @@ def chosen_device(name: str | None) -> torch.device:
 
 def waiting(args: argparse.Namespace) -> AbstractContextManager[object]:
     """A sign on a terminal's stderr that something is measured."""
-    console = notes()
-    return console.status("Measuring") if on_terminal(sys.stderr) and not args.json else console
+    notes = console.notes()
+    return notes.status("Measuring") if console.on_terminal(sys.stderr) and not args.json else notes
 
 
-def report(args: argparse.Namespace, figures: dict[str, Any], tables: list[Table], subject: str) -> None:
-    """Print figures as JSON, or tables of them and below what was measured on which machine."""
-    if args.json:
-        write_json(figures)
-        return
-    console = results()
-    for part in tables:
-        print_table(console, part)
-        console.print()
+def report(args: argparse.Namespace, figures: dict[str, Any], tables: list[Table], subject: str) -> int:
+    """As `console.report`; below the tables stands what was measured on which machine."""
     machine = figures["machine"]
     units = ", AVX512-BF16" * machine["avx512_bf16"] + ", AMX" * machine["amx"]
     versions = f"torch {machine['torch']}, transformers {machine['transformers']}"
     versions += "".join(f", {name} {machine[name]}" for name in ("triton", "cuda") if machine.get(name))
-    console.print(
-        f"{subject}; {machine['cpu']}, {machine['cores']} cores{units}; {versions}; "
-        f"{figures['repeat']} repetitions in turns"
-    )
+    place = f"{machine['cpu']}, {machine['cores']} cores{units}; {versions}"
+    return console.report(args, figures, tables, f"{subject}; {place}; {figures['repeat']} repetitions in turns")
 
 
 def model_subject(figures: dict[str, Any]) -> str:
@@ -86,8 +77,7 @@ def check_files(args: argparse.Namespace) -> None:
     """
     from pdllm_rag.bench.plots import check_plot
 
-    if args.plot is not None:
-        check_plot(args.plot)
+    check_plot(args.plot)
     path: str | None = args.out
     if path is None:
         return

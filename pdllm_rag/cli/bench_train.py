@@ -9,7 +9,7 @@ from pdllm_rag.cli.bench_prefill import add_model, chosen_model
 from pdllm_rag.cli.bench_report import add_output, model_subject, quartiles, report, waiting
 from pdllm_rag.cli.bench_values import count
 from pdllm_rag.cli.console import byte_size, table
-from pdllm_rag.cli.values import positive_int
+from pdllm_rag.cli.options import add_counts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,11 +24,10 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "product measured in the same run.",
     )
     add_model(parser)
-    parser.add_argument("--rows", type=positive_int, default=4, metavar="N", help="rows of a batch (default: 4)")
+    add_counts(parser, ("rows", 4, "rows of a batch"))
     parser.add_argument("--context-len", type=count, default="2k", metavar="N", help="of a row (default: 2k)")
     parser.add_argument("--canvas-len", type=count, default="512", metavar="N", help="of a row (default: 512)")
-    parser.add_argument("--rank", type=positive_int, default=32, metavar="N", help="of the adapter (default: 32)")
-    parser.add_argument("--repeat", type=positive_int, default=5, metavar="N", help="steps timed (default: 5)")
+    add_counts(parser, ("rank", 32, "of the adapter"), ("repeat", 5, "steps timed"))
     add_output(parser)
     parser.set_defaults(run=run_train)
 
@@ -43,8 +42,7 @@ def run_train(args: argparse.Namespace) -> int:
         shape = Shape(context_len=args.context_len, canvas_len=args.canvas_len)
         lora = LoraShape(args.rank, args.rank)
         figures = bench_training(chosen_model(args), n_rows=args.rows, shape=shape, lora=lora, steps=args.repeat)
-    report(args, figures, [_table(figures)], model_subject(figures))
-    return 0
+    return report(args, figures, [_table(figures)], model_subject(figures))
 
 
 def _table(figures: dict[str, Any]) -> Table:

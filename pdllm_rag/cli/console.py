@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -117,6 +118,28 @@ def progress_bar(*, live: bool) -> Progress:
         transient=True,
         disable=not live,
     )
+
+
+@contextmanager
+def progress(args: argparse.Namespace, doing: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar where a person looks on and did not ask for `--json`; what it gives is called after each of `total`."""
+    with progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
+        task = bar.add_task(doing, total=total)
+        yield lambda: bar.advance(task)
+
+
+def report(args: argparse.Namespace, figures: dict[str, Any], tables: Iterable[Table], closing: str = "") -> int:
+    """Print figures as JSON if `--json` was given, else tables of them and a closing line; the exit status."""
+    if args.json:
+        write_json(figures)
+        return 0
+    console = results()
+    for part in tables:
+        print_table(console, part)
+        console.print()
+    if closing:
+        console.print(closing, soft_wrap=True)
+    return 0
 
 
 def byte_size(n_bytes: int) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdllm_rag.cli import eval_anchors, eval_long_context, eval_needle, eval_retrieval, eval_reuse
-from pdllm_rag.cli.console import on_terminal, print_table, progress_bar, results, table, write_json
+from pdllm_rag.cli.console import progress, report, table
 from pdllm_rag.cli.eval_report import estimate, settings
 from pdllm_rag.cli.opening import add_model, add_store, is_store_given, open_engine
 from pdllm_rag.cli.options import add_asking, add_min_support, asking_options
@@ -81,8 +80,7 @@ def run_qa(args: argparse.Namespace) -> int:
     from pdllm_rag.evaluation.plots import plot_refusals
     from pdllm_rag.evaluation.qa import by_min_support
 
-    if args.plot is not None:
-        check_plot(args.plot)
+    check_plot(args.plot)
     questions = read_questions(args.data, limit=args.limit)
     if args.plot is not None and len({question.kind == "answerable" for question in questions}) < 2:
         raise ValueError(
@@ -98,7 +96,7 @@ def run_qa(args: argparse.Namespace) -> int:
         engine = stack.enter_context(opened)
         asked = {**settings(engine.model, options), "kv_dtype": engine.fingerprint.kv_dtype}
         kept = KeptRows(args.details, {**asked, "generation": engine.store.generation if has_store else None})
-        outcomes = _ask(engine, questions, options, kept, live=on_terminal(sys.stderr) and not args.json)
+        outcomes = _ask(args, engine, questions, options, kept)
         figures = {
             "data": args.data,
             **summary(outcomes),
@@ -108,29 +106,21 @@ def run_qa(args: argparse.Namespace) -> int:
         }
     if args.plot is not None:
         plot_refusals(figures, args.plot)
-    if args.json:
-        write_json(figures)
-        return 0
-    console = results()
-    for part in _tables(figures):
-        print_table(console, part)
-        console.print()
-    return 0
+    return report(args, figures, _tables(figures))
 
 
 def _ask(
-    engine: RagEngine, questions: Sequence[Question], options: AskOptions, kept: KeptRows, *, live: bool
+    args: argparse.Namespace, engine: RagEngine, questions: Sequence[Question], options: AskOptions, kept: KeptRows
 ) -> list[Outcome]:
     """The outcomes of all questions, those that are kept without asking them again."""
     from pdllm_rag.evaluation import Outcome, ask_all
 
-    left = [question for question in questions if question not in kept]
-    with progress_bar(live=live) as bar:
-        task = bar.add_task("Asking", total=len(left))
+    left = [question for question in questions if (question.id, question.text) not in kept]
+    with progress(args, "Asking", len(left)) as advance:
         for outcome in ask_all(engine, left, options):
-            kept.add(outcome.question, outcome.as_dict())
-            bar.advance(task)
-    return [Outcome.of_row(question, kept[question]) for question in questions]
+            kept.add(outcome.as_dict())
+            advance()
+    return [Outcome.of_row(question, kept[question.id, question.text]) for question in questions]
 
 
 def _tables(figures: dict[str, Any]) -> list[Table]:

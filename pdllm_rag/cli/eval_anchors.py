@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
 from pdllm_rag.cli.bench_values import count, list_of
-from pdllm_rag.cli.console import on_terminal, print_table, progress_bar, results, table, write_json
+from pdllm_rag.cli.console import progress, report, table
 from pdllm_rag.cli.eval_report import where
 from pdllm_rag.cli.opening import adapters, add_model
-from pdllm_rag.cli.options import PLACEMENTS
+from pdllm_rag.cli.options import PLACEMENTS, add_counts
 from pdllm_rag.cli.values import positive_int, seed
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def add_parser(measures: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--chunk-len", type=positive_int, metavar="N", help="tokens of a chunk (default: the model family's)"
     )
-    parser.add_argument("--questions", type=positive_int, default=4, metavar="N", help="of each context (default: 4)")
+    add_counts(parser, ("questions", 4, "of each context"))
     parser.add_argument("--placement", choices=PLACEMENTS, default="sequential", help="(default: sequential)")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of contexts and questions (default: 0)")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the masses over the context (needs matplotlib)")
@@ -50,12 +49,10 @@ def run(args: argparse.Namespace) -> int:
     from pdllm_rag.evaluation.plots import plot_anchors
     from pdllm_rag.models import load_model
 
-    if args.plot is not None:
-        check_plot(args.plot)
+    check_plot(args.plot)
     model = load_model(args.model, device=args.device, **adapters(args))
     chunk_len = args.chunk_len or model.spec.family.chunk_len
-    with progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
-        task = bar.add_task("Measuring", total=len(args.lengths) * len(ANCHORS) * args.questions)
+    with progress(args, "Measuring", len(args.lengths) * len(ANCHORS) * args.questions) as advance:
         masses = measure_anchors(
             model,
             lengths=args.lengths,
@@ -63,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             questions=args.questions,
             placement=args.placement,
             seed=args.seed,
-            on_question=lambda: bar.advance(task),
+            on_question=advance,
         )
     figures = {
         "masses": masses,
@@ -79,13 +76,8 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.plot:
         plot_anchors(figures, args.plot)
-    if args.json:
-        write_json(figures)
-        return 0
-    console = results()
-    print_table(console, _table(masses))
-    console.print(f"\nShares of the attention of the answer's rows, in %. {where(figures)}", soft_wrap=True)
-    return 0
+    closing = f"Shares of the attention of the answer's rows, in %. {where(figures)}"
+    return report(args, figures, [_table(masses)], closing)
 
 
 def _table(masses: list[dict[str, Any]]) -> Table:

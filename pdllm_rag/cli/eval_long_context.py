@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdllm_rag.cli.bench_values import list_of
-from pdllm_rag.cli.console import on_terminal, print_table, progress_bar, results, table, write_json
+from pdllm_rag.cli.console import progress, report, table
 from pdllm_rag.cli.eval_report import estimate, settings, where
 from pdllm_rag.cli.opening import add_model, add_store, is_store_given, open_engine
 from pdllm_rag.cli.options import add_asking, asking_options
@@ -60,8 +58,9 @@ def add_parser(measures: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Ask and report."""
     from pdllm_rag.bench.machine import describe
+    from pdllm_rag.evaluation.kept import KeptRows
     from pdllm_rag.evaluation.long_context import count_samples, read_samples, task_files
-    from pdllm_rag.evaluation.long_context_asking import ResultFile, ask_samples, summary
+    from pdllm_rag.evaluation.long_context_asking import Result, ask_samples, summary
 
     benchmark = _benchmark(args.measure)
     files = task_files(benchmark, args.data, args.tasks)
@@ -73,26 +72,23 @@ def run(args: argparse.Namespace) -> int:
             args.store = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdllm-benchmark-"))
         engine = stack.enter_context(open_engine(args, create=True, chunk_len=args.chunk_len))
         asked = {"benchmark": benchmark.name, **_settings(engine, options, args)}
-        file = ResultFile(Path(args.out), asked) if args.out else None
-        done = file.done if file else {}
+        kept = KeptRows(args.out, asked, names=("task", "id"))
         found = []
-        bar = stack.enter_context(progress_bar(live=on_terminal(sys.stderr) and not args.json))
-        progress = bar.add_task("Asking", total=n_samples)
+        advance = stack.enter_context(progress(args, "Asking", n_samples))
 
         def left() -> Iterator[Sample]:
             for sample in read_samples(benchmark, files, limit=args.limit):
-                if result := done.get((sample.task, sample.id)):
-                    found.append(result)
-                    bar.advance(progress)
+                if (sample.task, sample.id) in kept:
+                    found.append(Result(**kept[sample.task, sample.id]))
+                    advance()
                 else:
                     yield sample
 
         most = args.max_new_tokens
         for result in ask_samples(engine, benchmark, left(), options, max_new_tokens=most, keep=keep):
             found.append(result)
-            bar.advance(progress)
-            if file:
-                file.add(result)
+            advance()
+            kept.add(result._asdict())
         figures = {
             **summary(found),
             "left_out": [name for name in benchmark.tasks if name not in files],
@@ -100,13 +96,7 @@ def run(args: argparse.Namespace) -> int:
             "settings": asked,
             "machine": describe(engine.model)._asdict(),
         }
-    if args.json:
-        write_json(figures)
-        return 0
-    console = results()
-    print_table(console, _table(figures, benchmark))
-    console.print(f"\nScores are 0 to 100. {where(figures)}", soft_wrap=True)
-    return 0
+    return report(args, figures, [_table(figures, benchmark)], f"Scores are 0 to 100. {where(figures)}")
 
 
 def _benchmark(command: str) -> Benchmark:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from pdllm_rag.cli.bench_values import count, list_of
-from pdllm_rag.cli.console import on_terminal, print_table, progress_bar, results, table, write_json
+from pdllm_rag.cli.console import progress, report, table
 from pdllm_rag.cli.eval_report import estimate, settings, where
 from pdllm_rag.cli.opening import adapters, add_model
-from pdllm_rag.cli.options import add_asking, asking_options
+from pdllm_rag.cli.options import add_asking, add_counts, asking_options
 from pdllm_rag.cli.values import positive_int, probability, seed
 
 if TYPE_CHECKING:
@@ -51,9 +50,7 @@ def add_parser(measures: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N,...",
         help="tokens of a chunk, BOS included; several are measured one after another (default: the model family's)",
     )
-    parser.add_argument(
-        "--trials", type=positive_int, default=5, metavar="N", help="needles at each length and depth (default: 5)"
-    )
+    add_counts(parser, ("trials", 5, "needles at each length and depth"))
     parser.add_argument(
         "--dense-max",
         type=count,
@@ -79,8 +76,7 @@ def run(args: argparse.Namespace) -> int:
     from pdllm_rag.evaluation.plots import plot_needles
     from pdllm_rag.models.loader import load_model, read_spec
 
-    if args.plot is not None:
-        check_plot(args.plot)
+    check_plot(args.plot)
     spec, _, _ = read_spec(args.model)
     grid = NeedleGrid(
         tasks=args.tasks,
@@ -105,11 +101,10 @@ def run(args: argparse.Namespace) -> int:
     trials = []
     with ExitStack() as stack:
         details = stack.enter_context(open(args.details, "w", encoding="utf-8")) if args.details else None
-        bar = stack.enter_context(progress_bar(live=on_terminal(sys.stderr) and not args.json))
-        task = bar.add_task("Asking", total=n_trials)
+        advance = stack.enter_context(progress(args, "Asking", n_trials))
         for trial in run_trials(model, grid, options):
             trials.append(trial)
-            bar.advance(task)
+            advance()
             if details is not None:
                 print(json.dumps(trial.as_dict()), file=details, flush=True)
     figures: dict[str, Any] = {
@@ -121,18 +116,9 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.plot:
         plot_needles(figures, args.plot)
-    if args.json:
-        write_json(figures)
-        return 0
-    console = results()
-    for part in figures["series"]:
-        print_table(console, _table(part))
-        console.print()
-    if len(figures["series"]) > 1:
-        print_table(console, _comparison(figures["series"]))
-        console.print()
-    console.print(f"Misses: {', '.join(STAGES)} (what missed them). {where(figures)}", soft_wrap=True)
-    return 0
+    series = figures["series"]
+    tables = [*map(_table, series), *([_comparison(series)] if len(series) > 1 else [])]
+    return report(args, figures, tables, f"Misses: {', '.join(STAGES)} (what missed them). {where(figures)}")
 
 
 def _has_bos(word: str) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pdllm_rag.cli.console import on_terminal, print_table, progress_bar, results, say, table, write_json
+from pdllm_rag.cli.console import progress, report, say, table
 from pdllm_rag.cli.eval_report import estimated_difference, where
 from pdllm_rag.cli.opening import add_model, add_store, is_store_given, open_engine
 from pdllm_rag.cli.options import FIRST_STAGES
@@ -129,15 +128,7 @@ def run(args: argparse.Namespace) -> int:
             },
             "machine": describe(engine.model)._asdict(),
         }
-    if args.json:
-        write_json(figures)
-        return 0
-    console = results()
-    for part in _tables(figures):
-        print_table(console, part)
-        console.print()
-    console.print(where(figures))
-    return 0
+    return report(args, figures, _tables(figures), where(figures))
 
 
 @contextmanager
@@ -154,9 +145,9 @@ def _opened(args: argparse.Namespace) -> Iterator[RagEngine]:
         tempfile.TemporaryDirectory(prefix="pdllm-retrieval-") as folder,
         RagEngine.open(folder, args.model, device=args.device) as engine,
     ):
-        report = engine.prefill(read_documents(args.documents[0]) if is_rows else args.documents)
-        if report.failed:
-            raise ValueError(f"{report.failed[0].path} did not go in: {report.failed[0].reason}")
+        prefilled = engine.prefill(read_documents(args.documents[0]) if is_rows else args.documents)
+        if prefilled.failed:
+            raise ValueError(f"{prefilled.failed[0].path} did not go in: {prefilled.failed[0].reason}")
         yield engine
 
 
@@ -225,13 +216,12 @@ def _ranked(
         **comparison.figures,
     }
     kept = KeptRows(args.details, run)
-    left = [question for question in questions if question not in kept]
-    with progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
-        task = bar.add_task("Ranking", total=len(left))
+    left = [question for question in questions if (question.id, question.text) not in kept]
+    with progress(args, "Ranking", len(left)) as advance:
         for question, rankings in zip(left, comparison.rank(left) if left else (), strict=True):
-            kept.add(question, as_row(rankings))
-            bar.advance(task)
-    return [of_row(kept[question]) for question in questions]
+            kept.add(as_row(question, rankings))
+            advance()
+    return [of_row(kept[question.id, question.text]) for question in questions]
 
 
 def _named_stages(engine: RagEngine) -> dict[str, FirstStage]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdllm_rag.cli.bench_values import list_of
-from pdllm_rag.cli.console import byte_size, on_terminal, print_table, progress_bar, results, say, table, write_json
+from pdllm_rag.cli.console import byte_size, progress, report, say, table
 from pdllm_rag.cli.eval_report import estimate, estimated_difference, settings, where
 from pdllm_rag.cli.opening import adapters, add_model
-from pdllm_rag.cli.options import PLACEMENTS, POLICIES
+from pdllm_rag.cli.options import PLACEMENTS, POLICIES, add_counts
 from pdllm_rag.cli.values import positive_int, seed
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def add_parser(measures: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--policy", choices=POLICIES, default="independent", help="of the base (default: independent)")
     parser.add_argument("--placement", choices=PLACEMENTS, default="sequential", help="likewise (default: sequential)")
-    parser.add_argument("--k", type=positive_int, default=4, metavar="N", help="chunks retrieved and read (default: 4)")
+    add_counts(parser, ("k", 4, "chunks retrieved and read"))
     parser.add_argument("--chunk-len", type=positive_int, metavar="N", help="(default: the model family's)")
     parser.add_argument(
         "--limit",
@@ -100,8 +99,7 @@ def run(args: argparse.Namespace) -> int:
     from pdllm_rag.evaluation.reuse import Outcome, Reader, Way, compare, summary
     from pdllm_rag.models import load_model
 
-    if args.plot is not None:
-        check_plot(args.plot)
+    check_plot(args.plot)
     ways = Way(policy=args.policy, placement=args.placement).variations(args.vary)
     sets = _questions(args)
     options = AskOptions(k=args.k, policy=args.policy, placement=args.placement, abstain=False)
@@ -112,11 +110,10 @@ def run(args: argparse.Namespace) -> int:
     figures: dict[str, Any] = {"data": args.generated or Path(args.data).name, "sets": {}}
     with ExitStack() as stack:
         details = stack.enter_context(open(args.details, "w", encoding="utf-8")) if args.details else None
-        bar = stack.enter_context(progress_bar(live=on_terminal(sys.stderr) and not args.json))
-        task = bar.add_task("Asking", total=len(ways) * sum(map(len, sets.values())))
+        advance = stack.enter_context(progress(args, "Asking", len(ways) * sum(map(len, sets.values()))))
 
         def told(outcome: Outcome) -> None:
-            bar.advance(task)
+            advance()
             if details is not None:
                 print(json.dumps(outcome.as_dict()), file=details, flush=True)
 
@@ -136,18 +133,10 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.plot:
         plot_reuse(figures, args.plot)
-    if args.json:
-        write_json(figures)
-        return 0
-    console = results()
-    for name, part in figures["sets"].items():
-        print_table(console, _table(name, part))
-        console.print()
+    tables = [_table(name, part) for name, part in figures["sets"].items()]
     if figures["stored"]:
-        print_table(console, _stored(figures["stored"]))
-        console.print()
-    console.print(where(figures), soft_wrap=True)
-    return 0
+        tables.append(_stored(figures["stored"]))
+    return report(args, figures, tables, where(figures))
 
 
 def _questions(args: argparse.Namespace) -> dict[str, list[Question]]:
@@ -190,9 +179,9 @@ def _items(
         RagEngine.open(folder, model, kv_dtype="float32", options=options, chunk_len=chunk_len) as engine,
     ):
         if any(question.context is None for question in questions):
-            report = engine.prefill(args.documents)
-            if report.failed or not report.added:
-                why = f"{report.failed[0].path}: {report.failed[0].reason}" if report.failed else "there is none"
+            prefilled = engine.prefill(args.documents)
+            if prefilled.failed or not prefilled.added:
+                why = "{}: {}".format(*prefilled.failed[0]) if prefilled.failed else "there is none"
                 raise ValueError(f"not every document of {args.documents} went in; {why}")
         return list(select(engine, questions, args.k, chunk_len=chunk_len))
 

@@ -31,11 +31,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     listing = actions.add_parser("list", help="list bundled models and supported families")
-    listing.set_defaults(run=run, act=_list)
+    listing.set_defaults(run=_list)
     info = actions.add_parser("info", help="describe a model from its config and tokenizer")
     info.add_argument("name", metavar="NAME", help="bundled model, checkpoint folder or hub id")
     add_store(info, help="also count this store's documents of the model", required=False, may_read_only=True)
-    info.set_defaults(run=run, act=_info)
+    info.set_defaults(run=_info)
     pull = actions.add_parser(
         "pull",
         help="fetch a model from the Hugging Face hub",
@@ -44,15 +44,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     pull.add_argument("name", metavar="NAME", help="hub id, such as GSAI-ML/LLaDA-8B-Instruct")
     pull.add_argument("--revision", metavar="REV", help="branch, tag or commit (default: the main branch)")
-    pull.set_defaults(run=run, act=_pull)
+    pull.set_defaults(run=_pull)
     for action in (listing, info, pull):
         action.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Do the action."""
-    status: int = args.act(args)
-    return status
 
 
 def _list(args: argparse.Namespace) -> int:

@@ -20,9 +20,9 @@ PLACEMENTS = ("sequential", "gap", "reuse")
 
 def add_asking(parser: argparse.ArgumentParser) -> None:
     """Add what decides which chunks are read and how the answer is denoised."""
-    parser.add_argument("--k", type=positive_int, default=4, metavar="N", help="most chunks read (default: 4)")
+    add_counts(parser, ("k", 4, "most chunks read"))
     tuning = parser.add_argument_group("reading and decoding")
-    tuning.add_argument("--candidates", type=positive_int, default=8, metavar="N", help="chunks scored (default: 8)")
+    add_counts(tuning, ("candidates", 8, "chunks scored"))
     tuning.add_argument(
         "--first-stage", choices=FIRST_STAGES, default="bm25", help="what proposes the chunks scored (default: bm25)"
     )
@@ -63,6 +63,23 @@ def add_asking(parser: argparse.ArgumentParser) -> None:
         help="commit tokens surer than this (default: 0.9)",
     )
     tuning.add_argument("--steps", type=positive_int, metavar="N", help="most denoising steps a block (default: any)")
+
+
+def add_counts(parser: argparse._ActionsContainer, *counts: tuple[str, int, str]) -> None:
+    """Add options that are counts: of each its name, its default and what is counted."""
+    for name, value, what in counts:
+        shown = f"{what} (default: {value})"
+        parser.add_argument(f"--{name}", type=positive_int, default=value, metavar="N", help=shown)
+
+
+def add_load(parser: argparse.ArgumentParser) -> None:
+    """Add where KV comes from that is not in memory."""
+    parser.add_argument(
+        "--load",
+        choices=LOADS,
+        default="store",
+        help="read chunk KV from the store, or compute it again where that is faster (default: store)",
+    )
 
 
 def add_min_support(parser: argparse._ActionsContainer) -> None:

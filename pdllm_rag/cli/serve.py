@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pdllm_rag.cli.console import say
 from pdllm_rag.cli.opening import add_model, add_store, open_engine
-from pdllm_rag.cli.options import LOADS
+from pdllm_rag.cli.options import add_load
 from pdllm_rag.cli.values import positive_int
 
 if TYPE_CHECKING:
@@ -35,12 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_store(parser, help="folder or URL of the store; it is made if there is none", may_read_only=True)
     add_model(parser)
-    parser.add_argument(
-        "--load",
-        choices=LOADS,
-        default="store",
-        help="read chunk KV from the store, or compute it again where that is faster (default: store)",
-    )
+    add_load(parser)
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1, this machine only)")
     parser.add_argument("--port", type=_port, help="(default: 8000)")
     access = parser.add_argument_group("access")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdllm_rag.cli.console import (
@@ -39,7 +40,7 @@ def _add_keeping(actions: Actions) -> None:
     pin = add_action(
         actions,
         "pin",
-        _pin,
+        partial(_set_pinned, pinned=True),
         help="keep the KV of documents from eviction",
         about="What was evicted before is kept from the next question on that needs it",
         keys="pinned and unchanged, lists of document ids",
@@ -47,7 +48,7 @@ def _add_keeping(actions: Actions) -> None:
     unpin = add_action(
         actions,
         "unpin",
-        _unpin,
+        partial(_set_pinned, pinned=False),
         help="let the KV of documents be evicted again",
         keys="unpinned and unchanged, lists of document ids",
     )
@@ -147,14 +148,6 @@ def _add_taking_out(actions: Actions) -> None:
         help="overwrite the old file, and the indexes made from it, before they are removed, so that nothing of what "
         "was deleted before is left in the store's files",
     )
-
-
-def _pin(store: TableStore, args: argparse.Namespace) -> int:
-    return _set_pinned(store, args, pinned=True)
-
-
-def _unpin(store: TableStore, args: argparse.Namespace) -> int:
-    return _set_pinned(store, args, pinned=False)
 
 
 def _set_pinned(store: TableStore, args: argparse.Namespace, *, pinned: bool) -> int:

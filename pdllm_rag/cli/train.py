@@ -128,8 +128,7 @@ def run(args: argparse.Namespace) -> int:
     from pdllm_rag.training.adapters import LoraShape
     from pdllm_rag.training.noise import MonotoneNoise
 
-    if args.plot is not None:
-        check_plot(args.plot)
+    check_plot(args.plot)
     settings = _settings(args)
     with progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
         task = bar.add_task("Training", total=args.steps)

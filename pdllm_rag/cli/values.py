@@ -1,6 +1,6 @@
 """What is typed for the value of an option: counts, numbers, sizes, durations.
 
-Each function is an option's `type`: it gives the value of a text, or raises argparse.ArgumentTypeError, which ends the
+Each is an option's `type`: it gives the value of a text, or raises argparse.ArgumentTypeError, which ends the
 command with one line that says what was got and what was expected.
 """
 
@@ -10,8 +10,12 @@ import json
 import math
 import re
 from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
+
+Number = TypeVar("Number", int, float)
 
 _SIZE_UNITS = {"": 1} | {
     f"{letter}{suffix}".lower(): base**power
@@ -21,61 +25,26 @@ _SIZE_UNITS = {"": 1} | {
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def positive_int(text: str) -> int:
-    """A count of 1 or more."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise ArgumentTypeError(f"got {text!r}, expected a whole number of 1 or more")
-    return value
+def _accepted(
+    kind: Callable[[str], Number], accepts: Callable[[Number], bool], expected: str
+) -> Callable[[str], Number]:
+    """The type of an option whose value is what `kind` makes of a text, if that is accepted."""
+
+    def parse(text: str) -> Number:
+        with suppress(ValueError):
+            if accepts(value := kind(text)):
+                return value
+        raise ArgumentTypeError(f"got {text!r}, expected {expected}")
+
+    return parse
 
 
-def seed(text: str) -> int:
-    """The seed of a random generator."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value < 2**63:
-        raise ArgumentTypeError(f"got {text!r}, expected a whole number of 0 or more")
-    return value
-
-
-def probability(text: str) -> float:
-    """A number from 0 to 1."""
-    value = _number(text)
-    if not 0 <= value <= 1:
-        raise ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
-    return value
-
-
-def share(text: str) -> float:
-    """A part of a whole that is not nothing."""
-    value = _number(text)
-    if not 0 < value <= 1:
-        raise ArgumentTypeError(f"got {text!r}, expected a number above 0 and up to 1, such as 0.05")
-    return value
-
-
-def not_negative(text: str) -> float:
-    """A number of 0 or more, infinity among them."""
-    value = _number(text)
-    if not value >= 0:
-        raise ArgumentTypeError(f"got {text!r}, expected a number of 0 or more, or inf")
-    return value
-
-
-def weight(text: str) -> float:
-    """A finite number of 0 or more."""
-    value = _number(text)
-    if not 0 <= value < math.inf:
-        raise ArgumentTypeError(f"got {text!r}, expected a number of 0 or more")
-    return value
-
-
-temperature = weight
+positive_int = _accepted(int, lambda value: value >= 1, "a whole number of 1 or more")
+seed = _accepted(int, lambda value: 0 <= value < 2**63, "a whole number of 0 or more")
+probability = _accepted(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+share = _accepted(float, lambda value: 0 < value <= 1, "a number above 0 and up to 1, such as 0.05")
+not_negative = _accepted(float, lambda value: value >= 0, "a number of 0 or more, or inf")
+weight = temperature = _accepted(float, lambda value: 0 <= value < math.inf, "a number of 0 or more")
 
 
 def size(text: str) -> int:
@@ -134,11 +103,3 @@ def typed(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _number(text: str) -> float:
-    """The number, NaN for what is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

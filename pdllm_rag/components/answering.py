@@ -7,8 +7,6 @@ context that is pasted into them (`resolving`), none if a template for it is emp
 from __future__ import annotations
 
 import re
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -83,6 +81,7 @@ class AnswerComponent(AskComponent):
         Raises:
             ValueError: an unknown option or a bad value; UnmatchedContextError, StoreError, ModelError.
         """
+        from pdllm_rag.events import EitherEvent
         from pdllm_rag.resolving import Resolved
 
         given = self.checked({*ask_options(), *MATERIAL, "chunks", *OWN_OPTIONS}, given)
@@ -100,7 +99,7 @@ class AnswerComponent(AskComponent):
             parts = None
         engine = self.opened()
         if timeout is not None:
-            arguments["cancel"] = Deadline(timeout, arguments.get("cancel"))
+            arguments["cancel"] = EitherEvent(arguments.get("cancel"), seconds=timeout)
         resolved = Resolved(turns, None if is_named or retrieve else [], [], 0, 0)
         if parts is not None:
             resolved = engine.resolver.documents(parts, on_unmatched)._replace(turns=turns)
@@ -132,19 +131,6 @@ class AnswerComponent(AskComponent):
 
 def _listed(context: str | Sequence[str] | None) -> Sequence[str]:
     return [context] if isinstance(context, str) else context or ()
-
-
-class Deadline(threading.Event):
-    """Set when it was set itself, when its time is up, or when another event is set, which it leaves alone."""
-
-    def __init__(self, seconds: float, other: threading.Event | None = None) -> None:
-        super().__init__()
-        self._end = time.monotonic() + seconds
-        self._other = other
-
-    def is_set(self) -> bool:
-        """Whether it is time to stop."""
-        return super().is_set() or time.monotonic() > self._end or (self._other is not None and self._other.is_set())
 
 
 class Usage(NamedTuple):

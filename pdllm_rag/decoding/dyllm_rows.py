@@ -78,8 +78,8 @@ def hidden_states(backbone: Backbone, ids: torch.Tensor, rows: Rows) -> torch.Te
         x, delta = backbone.model.model.embed_tokens(ids), None
         for index, layer in enumerate(backbone.model.model.layers):
             x, normed = backbone.add_norm(x, delta, layer.input_layernorm)
-            q = backbone.queries(index, normed)
-            context = rows.attend(index, q, *backbone.keys_values(index, rows.taken(normed)))
+            q = backbone.queries(layer, normed)
+            context = rows.attend(index, q, *backbone.keys_values(layer, rows.taken(normed)))
             attended = layer.self_attn.o_proj(context.flatten(1))
             x, normed = backbone.add_norm(x, attended, layer.post_attention_layernorm)
             delta = rows.fed(index, backbone.feed_forward(index, rows.taken(normed)))

@@ -29,11 +29,8 @@ class DecoderType(Protocol):
     """A decoder's class."""
 
     name: str
-    needs_kv: bool
 
-    def __call__(
-        self, model: LoadedModel, rule: CommitRule | None = None, options: Any = ..., *, backend: str = "auto"
-    ) -> Decoder:
+    def __call__(self, model: LoadedModel, rule: CommitRule, options: Any, /) -> Decoder:
         """A decoder for one model."""
         ...
 
@@ -88,9 +85,7 @@ def check(name: str, options: Mapping[str, Any], asked: Asked) -> None:
         raise ValueError(f"decoder {name!r}: {reason}")
 
 
-def make_decoder(
-    name: str, model: LoadedModel, rule: CommitRule, options: Mapping[str, Any], *, backend: str = "auto"
-) -> Decoder:
+def make_decoder(name: str, model: LoadedModel, rule: CommitRule, options: Mapping[str, Any]) -> Decoder:
     """The decoder of that name for a model; tells of a model that it was not made for.
 
     Raises:
@@ -102,4 +97,4 @@ def make_decoder(
         raise UnfitModelError(f"decoder {name!r} does not run on {model.spec.name}: {reason}")
     if reason := kind.caution(model, chosen):
         logger.warning("decoder %r is not meant for %s: %s", name, model.spec.name, reason)
-    return kind.decoder(model, rule, chosen, backend=backend)
+    return kind.decoder(model, rule, chosen)

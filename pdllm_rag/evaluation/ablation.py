@@ -15,7 +15,7 @@ from pdllm_rag.combinations import UnionMean
 from pdllm_rag.engine import RagEngine
 from pdllm_rag.estimators import CausalShift, LeaveOneOut, MaskedGroups
 from pdllm_rag.evaluation.qa import Question
-from pdllm_rag.evaluation.retrieval import Ranking, summary
+from pdllm_rag.evaluation.retrieval import Ranking
 from pdllm_rag.evidence import Evidence
 from pdllm_rag.first_stage import FirstStage
 from pdllm_rag.models.spec import ModelSpec
@@ -112,8 +112,3 @@ def rank_variants(
                 order = [ref for _, ref in sorted(zip(scores, refs, strict=True), key=lambda pair: (-pair[0], pair[1]))]
             found[name] = Ranking(tuple(ref.doc_id for ref in order), parts.ms())
         yield found
-
-
-def ablation_summary(rankings: Sequence[Mapping[str, Ranking]], questions: Sequence[Question]) -> dict[str, Any]:
-    """Figures by variant, as `retrieval.summary`, with differences from what is shipped."""
-    return summary(rankings, questions, references=[REFERENCE])

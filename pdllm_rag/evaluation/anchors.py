@@ -118,7 +118,7 @@ def encode(model: LoadedModel, texts: Sequence[str], anchors: str, placement: st
     return Encoded([by_id[fingerprint.chunk_id(row)] for row in rows], planned)
 
 
-def masses(model: LoadedModel, encoded: Encoded, question: str, *, backend: str = "auto") -> torch.Tensor:
+def masses(model: LoadedModel, encoded: Encoded, question: str) -> torch.Tensor:
     """float32 [Y, 2 * chunks + 1]: mass of the answer's rows on each run of `RecordingAttend`, by layer."""
     family, spec = model.spec.family, model.spec
     block = causal_block(family)
@@ -133,7 +133,7 @@ def masses(model: LoadedModel, encoded: Encoded, question: str, *, backend: str 
     )
     context = gather([Placed(tuple(encoded.chunks), encoded.placement)], [len(canvas.ids)], model.backbone)
     n_rows = len(canvas.ids) - canvas.prompt_len
-    attend = RecordingAttend(model.backbone, context, n_rows, block=block, backend=backend)
+    attend = RecordingAttend(model.backbone, context, n_rows, block=block)
     model.backbone.hidden(canvas.ids.to(model.backbone.device), attend)
     return torch.stack(attend.masses)
 
@@ -144,7 +144,6 @@ def measure_anchors(
     lengths: Sequence[int],
     chunk_len: int,
     questions: int,
-    anchors: Sequence[str] = ANCHORS,
     placement: str = "sequential",
     seed: int = 0,
     on_question: Callable[[], None] = lambda: None,
@@ -166,7 +165,7 @@ def measure_anchors(
                 f"{model.spec.family.window} tokens of the model's window"
             )
         hidden = [haystack.hide((number + 0.5) / questions, number) for number in range(questions)]
-        for way in anchors:
+        for way in ANCHORS:
             by_question = []
             for one in hidden:
                 texts = [part.text for part in haystack.parts_with(one.part)]

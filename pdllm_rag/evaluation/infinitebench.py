@@ -18,8 +18,6 @@ from pdllm_rag.evaluation.long_context import LETTERS, Benchmark, Sample, Task
 from pdllm_rag.evaluation.longbench import qa_f1
 
 MARKS = "\n:\"'.,?!{}"  # between words
-# The six that Prefilling-dLLM (arXiv 2606.10537) averages over.
-PAPER_TASKS = ("passkey", "number_string", "kv_retrieval", "longbook_choice_eng", "math_find", "code_debug")
 
 
 def first_number(prediction: str, sample: Sample) -> float:

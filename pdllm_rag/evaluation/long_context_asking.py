@@ -9,13 +9,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import blake3
@@ -160,53 +156,3 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         "tasks": tasks,
         "average": statistics.fmean(task["score"]["value"] for task in tasks.values()),
     }
-
-
-@dataclass
-class ResultFile:
-    """Results as they come, a line each behind one that says how they were made; a second run goes on from them.
-
-    Args:
-        settings: of this run, as JSON has them.
-
-    Raises:
-        ValueError: the file holds something else, or results of other settings.
-    """
-
-    path: Path
-    settings: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        self.done: dict[tuple[str, str], Result] = {}
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        whole = [line for line in lines if line.endswith(b"\n")]  # a run that was killed may have left half a line
-        for number, line in enumerate(whole, start=1):
-            try:
-                row = json.loads(line)
-                self._check(row["settings"]) if number == 1 else self._take(Result(**row))
-            except (KeyError, TypeError, json.JSONDecodeError) as error:
-                raise ValueError(
-                    f"{self.path}, line {number} is none of an earlier run's; expected its results. Give another file"
-                ) from error
-        if not whole:
-            self.path.write_text(json.dumps({"settings": self.settings}) + "\n", encoding="utf-8")
-        elif len(whole) < len(lines):
-            os.truncate(self.path, sum(map(len, whole)))
-
-    def add(self, result: Result) -> None:
-        """Write one down."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result._asdict()) + "\n")
-        self._take(result)
-
-    def _take(self, result: Result) -> None:
-        self.done[result.task, result.id] = result
-
-    def _check(self, earlier: Mapping[str, Any]) -> None:
-        now = json.loads(json.dumps(self.settings))
-        for name in {**earlier, **now}:
-            if earlier.get(name) != now.get(name):
-                raise ValueError(
-                    f"{self.path} holds results with {name} {earlier.get(name)!r}, and it is {now.get(name)!r} now; "
-                    "expected the same. Give another file, or ask as before"
-                )

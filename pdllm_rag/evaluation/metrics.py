@@ -103,13 +103,18 @@ def proportion(flags: Sequence[bool]) -> Estimate | None:
     return Estimate(share, min(share, max(0.0, centre - reach)), max(share, min(1.0, centre + reach)))
 
 
-def mean(values: Sequence[float], *, seed: int = 0) -> Estimate | None:
+def mean(values: Sequence[float]) -> Estimate | None:
     """Mean with its percentile bootstrap interval, the same for the same values; None of nothing."""
     if not values:
         return None
-    generator = random.Random(seed)
+    generator = random.Random(0)
     means = [statistics.fmean(generator.choices(values, k=len(values))) for _ in range(RESAMPLES)]
     return Estimate(statistics.fmean(values), percentile(means, 2.5), percentile(means, 97.5))
+
+
+def location(values: Sequence[float]) -> dict[str, float]:
+    """Median and 90th percentile."""
+    return {"median": float(statistics.median(values)), "p90": percentile(values, 90)}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pdllm_rag.bench.plots import FONT_SIZE, blank
+from pdllm_rag.bench.plots import FONT_SIZE, blank, tokens
 
 COLOUR_MAP = "RdYlBu"  # told apart by the colour-blind too
 DARK = (0.18, 0.82)  # shares of hits beyond which a cell's number is white
@@ -44,7 +44,7 @@ def plot_needles(figures: Mapping[str, Any], path: str | Path) -> None:
             n_trained = sum(length <= figures["window"] for length in lengths)
             if one["mode"] == "dense" and 0 < n_trained < len(lengths):
                 axis.axvline(n_trained - 0.5, color="black", linewidth=2, linestyle=(0, (3, 2)))
-            axis.set_xticks(range(len(lengths)), [_tokens(length) for length in lengths])
+            axis.set_xticks(range(len(lengths)), [tokens(length) for length in lengths])
             axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths] if one is series[0] else [])
             if task == tasks[0]:
                 axis.set_title(_name(one, figures["window"]), fontsize=FONT_SIZE)
@@ -93,7 +93,7 @@ def plot_anchors(figures: Mapping[str, Any], path: str | Path) -> None:
         titles = "first row of each chunk", "other rows of each chunk", "first rows of all chunks together"
         below = "chunk, in the order of the text", "chunk, in the order of the text", "layer"
         for axis, title, label in zip(row, titles, below, strict=True):
-            axis.set_title(f"{title}, {_tokens(length)} tokens", fontsize=FONT_SIZE)
+            axis.set_title(f"{title}, {tokens(length)} tokens", fontsize=FONT_SIZE)
             axis.set_xlabel(label, fontsize=FONT_SIZE)
             axis.set_ylabel("attention mass of the answer's rows", fontsize=FONT_SIZE - 1)
             axis.set_ylim(bottom=0)
@@ -187,9 +187,5 @@ def _canvas(n_rows: int, n_columns: int, size: tuple[float, float], figures: Map
 
 def _name(series: Mapping[str, Any], window: int) -> str:
     if series["mode"] == "dense":
-        return f"dense prompt (trained on positions up to {_tokens(window)})"
+        return f"dense prompt (trained on positions up to {tokens(window)})"
     return f"chunks of {series['chunk_len']}" + ("" if series["bos"] else ", no BOS")
-
-
-def _tokens(value: float) -> str:
-    return f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"

@@ -24,7 +24,7 @@ from pdllm_rag.answer import AnswerStats, ChunkCounts
 from pdllm_rag.clock import PHASES
 from pdllm_rag.config import AskOptions
 from pdllm_rag.engine import RagEngine
-from pdllm_rag.evaluation.metrics import Estimate, Grade, first_rank, grade, mean, percentile, proportion
+from pdllm_rag.evaluation.metrics import Estimate, Grade, first_rank, grade, location, mean, proportion
 from pdllm_rag.first_stage import BM25Index
 
 logger = logging.getLogger(__name__)
@@ -237,9 +237,9 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             kind: {"n": len(by_kind[kind]), "refused": _form(proportion([o.refused for o in by_kind[kind]]))}
             for kind in KINDS[1:]
         },
-        "nfe": _location([outcome.stats.nfe for outcome in outcomes]),
+        "nfe": location([outcome.stats.nfe for outcome in outcomes]),
         "ms": {
-            **_location([phases["total"] for phases in ms]),
+            **location([phases["total"] for phases in ms]),
             "phases": {phase: statistics.median(phases[phase] for phases in ms) for phase in PHASES},
         },
     }
@@ -290,7 +290,3 @@ def _recall(ranks: Sequence[int | None], depth: int) -> Estimate | None:
 
 def _form(estimate: Estimate | None) -> dict[str, float] | None:
     return None if estimate is None else estimate.as_dict()
-
-
-def _location(values: Sequence[float]) -> dict[str, float]:
-    return {"median": float(statistics.median(values)), "p90": percentile(values, 90)}

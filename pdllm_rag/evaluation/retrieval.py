@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import statistics
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 from pdllm_store import ChunkRef
 
 from pdllm_rag.engine import RagEngine
-from pdllm_rag.evaluation.metrics import first_rank, mean, percentile, proportion
+from pdllm_rag.evaluation.metrics import first_rank, location, mean, proportion
 from pdllm_rag.evaluation.qa import Question
 from pdllm_rag.first_stage import FirstStage
 from pdllm_rag.prefill import InputDocument
@@ -162,9 +161,10 @@ def rank_all(
         yield found
 
 
-def as_row(rankings: Mapping[str, Ranking]) -> dict[str, Any]:
+def as_row(question: Question, rankings: Mapping[str, Ranking]) -> dict[str, Any]:
     """A question's rankings in JSON form."""
-    return {"rankings": {name: [one.doc_ids, one.ms] for name, one in rankings.items()}}
+    found = {name: [one.doc_ids, one.ms] for name, one in rankings.items()}
+    return {"id": question.id, "question": question.text, "rankings": found}
 
 
 def of_row(row: Mapping[str, Any]) -> dict[str, Ranking]:
@@ -214,11 +214,6 @@ def differences(values: Sequence[Mapping[str, float]], others: Sequence[Mapping[
         estimate = mean([own[measure] - other[measure] for own, other in zip(values, others, strict=True)])
         found[measure] = estimate.as_dict() if estimate else None
     return found
-
-
-def location(values: Sequence[float]) -> dict[str, float]:
-    """Median and 90th percentile."""
-    return {"median": float(statistics.median(values)), "p90": percentile(values, 90)}
 
 
 def _scores(engine: RagEngine, text: str, stage: FirstStage, candidates: int) -> dict[ChunkRef, float]:

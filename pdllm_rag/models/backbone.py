@@ -82,7 +82,7 @@ class Backbone:
     def block(self, layer: Any, x: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
         """One layer (a module of the model's) over x [1, N, hidden]; `attend` is called with q, k and v."""
         normed = layer.input_layernorm(x)
-        context = attend(self._queries(layer, normed), *self._keys_values(layer, normed))
+        context = attend(self.queries(layer, normed), *self.keys_values(layer, normed))
         x = x + layer.self_attn.o_proj(context.reshape(1, context.shape[0], -1))
         return x + self._feed_forward(layer, layer.post_attention_layernorm(x)[0])
 
@@ -105,7 +105,7 @@ class Backbone:
             last = self.n_layers - 1
             for index, layer in enumerate(self.model.model.layers):
                 normed = layer.input_layernorm(x)
-                context = attend(index, self.queries(index, normed), *self.keys_values(index, normed))
+                context = attend(index, self.queries(layer, normed), *self.keys_values(layer, normed))
                 if index < last:
                     x = x + layer.self_attn.o_proj(context.reshape(1, context.shape[0], -1))
                     x = x + self.feed_forward(index, layer.post_attention_layernorm(x)[0])
@@ -118,8 +118,9 @@ class Backbone:
     @torch.inference_mode()
     def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head's own output [M, V], in the compute dtype, for every id."""
-        n_rows = len(hidden)
-        raw: torch.Tensor = self.model.lm_head(F.pad(hidden, (0, 0, 0, self._n_more(n_rows)))[None])[0, :n_rows]
+        n_rows, n_more = len(hidden), self._n_more(len(hidden))
+        rows = F.pad(hidden, (0, 0, 0, n_more)) if n_more else hidden
+        raw: torch.Tensor = self.model.lm_head(rows[None])[0, :n_rows]
         return raw
 
     @torch.inference_mode()
@@ -146,17 +147,27 @@ class Backbone:
         total = x if delta is None else x + delta
         return total, norm(total)
 
-    def queries(self, index: int, normed: torch.Tensor) -> torch.Tensor:
-        """Un-rotated queries [N, H, D] of a layer's normed rows [..., hidden]."""
-        return self._queries(self.model.model.layers[index], normed)
+    def queries(self, layer: Any, normed: torch.Tensor) -> torch.Tensor:
+        """Un-rotated queries [N, H, D] of a layer's (a module's) normed rows [..., hidden]."""
+        attention = layer.self_attn
+        q: torch.Tensor = attention.q_proj(normed).view(-1, self.n_heads, self.head_dim)
+        return attention.q_norm(q) if hasattr(attention, "q_norm") else q
 
-    def keys_values(self, index: int, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Un-rotated keys and values [N, G, D] of a layer's normed rows [..., hidden]."""
-        return self._keys_values(self.model.model.layers[index], normed)
+    def keys_values(self, layer: Any, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Un-rotated keys and values [N, G, D], likewise."""
+        attention = layer.self_attn
+        k = attention.k_proj(normed).view(-1, self.n_kv_heads, self.head_dim)
+        v = attention.v_proj(normed).view(-1, self.n_kv_heads, self.head_dim)
+        return attention.k_norm(k) if hasattr(attention, "k_norm") else k, v
 
     def feed_forward(self, index: int, normed: torch.Tensor) -> torch.Tensor:
         """What a layer's feed-forward part adds to normed rows [N, hidden]."""
         return self._feed_forward(self.model.model.layers[index], normed)
+
+    def _feed_forward(self, layer: Any, normed: torch.Tensor) -> torch.Tensor:
+        out = layer.mlp(normed[None])
+        output: torch.Tensor = out[0]  # of mixture-of-experts blocks the first of two: they also return router logits
+        return output[0] if isinstance(out, tuple) else output
 
     def _n_more(self, n_rows: int) -> int:
         """Rows to add to `n_rows`."""
@@ -170,19 +181,3 @@ class Backbone:
             return F.pad(attend(layer, q[:n_rows], k[:n_rows], v[:n_rows]), (0, 0, 0, 0, 0, n_more))
 
         return (F.pad(ids, (0, n_more)), among_more) if n_more else (ids, attend)
-
-    def _queries(self, layer: Any, normed: torch.Tensor) -> torch.Tensor:
-        attention = layer.self_attn
-        q: torch.Tensor = attention.q_proj(normed).view(-1, self.n_heads, self.head_dim)
-        return attention.q_norm(q) if hasattr(attention, "q_norm") else q
-
-    def _keys_values(self, layer: Any, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        attention = layer.self_attn
-        k = attention.k_proj(normed).view(-1, self.n_kv_heads, self.head_dim)
-        v = attention.v_proj(normed).view(-1, self.n_kv_heads, self.head_dim)
-        return attention.k_norm(k) if hasattr(attention, "k_norm") else k, v
-
-    def _feed_forward(self, layer: Any, normed: torch.Tensor) -> torch.Tensor:
-        out = layer.mlp(normed[None])
-        output: torch.Tensor = out[0]  # of mixture-of-experts blocks the first of two: they also return router logits
-        return output[0] if isinstance(out, tuple) else output

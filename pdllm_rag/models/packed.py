@@ -100,11 +100,6 @@ def scales(weight: torch.Tensor, shares: Sequence[float], *, importance: torch.T
     return best
 
 
-def pack_q4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix [rows, columns], columns a multiple of 32, as (`_q4`, `_q4_scale`)."""
-    return quantised(weight.float()).packed()
-
-
 def pack_q8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix as (int8, its scale)."""
     scale = _half(weight.float().abs().amax(dim=1, keepdim=True) / 127)
@@ -119,7 +114,7 @@ def check_q4(weights: Sequence[torch.Tensor]) -> None:
 
 
 def rounded_q4(weight: torch.Tensor) -> torch.Tensor:
-    """A float32 matrix as it comes back from `pack_q4`."""
+    """A float32 matrix as it comes back from 4 bits."""
     return quantised(weight).values()
 
 

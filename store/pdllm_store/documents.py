@@ -190,10 +190,7 @@ def delete_key(tables: Tables, key: bytes) -> bool:
 def get(tables: Tables, fingerprint: ModelFingerprint, doc_id: str) -> Document:
     """Raises DocumentNotFoundError and RecordDamagedError."""
     key = document_key(fingerprint.digest, doc_id)
-    value = tables.get("documents", key)
-    if value is None:
-        raise DocumentNotFoundError(f"the store holds no document {doc_id!r} under fingerprint {key[:16].hex()}")
-    row = unpack_document(key, value)
+    row = _held(tables, key, doc_id)
     text = tables.get("texts", key)
     if text is None:
         raise damaged("text", key, "it is absent")
@@ -236,10 +233,7 @@ def refs(tables: Tables, fingerprint: ModelFingerprint, on_damage: OnDamage) -> 
 def set_pinned(tables: Tables, fingerprint: ModelFingerprint, doc_id: str, *, pinned: bool) -> bool:
     """True if that changed anything. Raises DocumentNotFoundError and RecordDamagedError."""
     key = document_key(fingerprint.digest, doc_id)
-    value = tables.get("documents", key)
-    if value is None:
-        raise DocumentNotFoundError(f"the store holds no document {doc_id!r} under fingerprint {key[:16].hex()}")
-    row = unpack_document(key, value)
+    row = _held(tables, key, doc_id)
     if row.pinned == pinned:
         return False
     chunk_ids = {unpack_ref(ref, entry, doc_id).chunk_id for ref, entry in tables.scan("refs", key)}
@@ -271,6 +265,14 @@ def _documents(
             on_damage(error)
             continue
         yield row, found
+
+
+def _held(tables: Tables, key: bytes, doc_id: str) -> DocumentRow:
+    """Raises DocumentNotFoundError and RecordDamagedError."""
+    value = tables.get("documents", key)
+    if value is None:
+        raise DocumentNotFoundError(f"the store holds no document {doc_id!r} under fingerprint {key[:16].hex()}")
+    return unpack_document(key, value)
 
 
 def _row_or_damaged(tables: Tables, key: bytes) -> DocumentRow | RecordDamagedError | None:

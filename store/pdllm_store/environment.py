@@ -30,7 +30,6 @@ from pdllm_store.errors import (
     StoreFullError,
     StoreMismatchError,
     StoreNotFoundError,
-    StoreReadOnlyError,
 )
 from pdllm_store.gate import Gate
 from pdllm_store.keyed import KeyedTables, key_id
@@ -88,8 +87,6 @@ class Environment:
             raise self._translated(error, needed=0) from error
 
     def write(self, body: Callable[[Tables], T], *, needed: int = 0) -> T:
-        if self.read_only:
-            raise StoreReadOnlyError(f"{self.path} was opened read-only; open it without read_only to change it")
         try:
             with self._transaction(write=True) as tables:
                 return body(tables)

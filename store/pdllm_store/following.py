@@ -255,13 +255,10 @@ class _NotingTables(OverTables):
         return super().delete(table, key)
 
 
-def _followed(head: Head) -> Followed:
-    manifest = head.manifest
-    return Followed(manifest.store_id, manifest.generation, tuple(ref.name for ref in manifest.segments))
-
-
 def _write_followed(tables: Tables, head: Head) -> None:
-    tables.put("manifest", _KEY, pack_map(_KEY, _followed(head)._asdict()))
+    manifest = head.manifest
+    shown = Followed(manifest.store_id, manifest.generation, tuple(ref.name for ref in manifest.segments))
+    tables.put("manifest", _KEY, pack_map(_KEY, shown._asdict()))
 
 
 def _segment(tables: Tables, keys: Iterable[bytes]) -> Segment:

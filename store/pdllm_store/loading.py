@@ -79,7 +79,7 @@ def plan(tables: Tables, chunk_id: ChunkId) -> Plan:
     if not row.n_groups:
         raise not_found(chunk_id, "has no KV any more")
     data = _record(tables, chunk_id, 0, row.n_groups)
-    header = record.parse(data, chunk_id=chunk_id, fingerprint=row.fingerprint, layer_start=0, verify=False).header
+    header = record.parse(data, chunk_id=chunk_id, fingerprint=row.fingerprint, layer_start=0).header
     found = (row.n_groups, row.group_layers, header.n_layers, header.n_tokens)
     n_layers = header.n_layers_all
     expected = (-(-n_layers // max(1, row.group_layers)), row.group_layers, min(row.group_layers, n_layers))

@@ -64,7 +64,9 @@ class Record(NamedTuple):
 
     def check(self) -> None:
         """Raises RecordDamagedError unless the checksum is right."""
-        _check_digest(_name(self.header.chunk_id, self.header.layer_start), self.digested, self.digest)
+        if (got := xxhash.xxh3_128_digest(self.digested)) != self.digest:
+            name = _name(self.header.chunk_id, self.header.layer_start)
+            raise _damaged(name, "checksum", got.hex(), self.digest.hex())
 
     def decode_into(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copy the group into two tensors [layers of the group, T, G, D] of any float dtype and stride."""
@@ -104,12 +106,11 @@ def build(header: RecordHeader, k: torch.Tensor, v: torch.Tensor) -> bytearray:
     return data
 
 
-def parse(data: Buffer, *, chunk_id: bytes, fingerprint: bytes, layer_start: int, verify: bool = True) -> Record:
-    """Read one record, and check that it is the one that its key promises.
+def parse(data: Buffer, *, chunk_id: bytes, fingerprint: bytes, layer_start: int) -> Record:
+    """Read one record, and check its form and that it is the one that its key promises, but not its checksum.
 
     Args:
         chunk_id, fingerprint, layer_start: what the record must say of itself.
-        verify: also compare the checksum; without it only the form is checked.
 
     Raises:
         RecordDamagedError: anything at all is wrong; the message says what, what was got and what was expected.
@@ -128,8 +129,6 @@ def parse(data: Buffer, *, chunk_id: bytes, fingerprint: bytes, layer_start: int
     n_expected = data_start + _padded(n_k) + n_v
     if len(view) != n_expected:
         raise _damaged(name, "length", len(view), n_expected)
-    if verify:
-        _check_digest(name, view[_DIGESTED_FROM:], digest)
     header = _parse_header(name, bytes(view[_PRELUDE.size : _PRELUDE.size + n_header]))
     got_key = (header.chunk_id.hex(), header.fingerprint.hex(), header.layer_start)
     expected_key = (chunk_id.hex(), fingerprint.hex(), layer_start)
@@ -144,8 +143,6 @@ def parse(data: Buffer, *, chunk_id: bytes, fingerprint: bytes, layer_start: int
 
 def parse_expected(data: Buffer, expected: RecordHeader) -> Record:
     """Read the record that says exactly this of itself; as `parse`, and quicker because nothing is unpacked.
-
-    Its checksum is not compared: `Record.check` does that.
 
     Raises:
         RecordDamagedError: the form is wrong, or the header is another.
@@ -162,13 +159,8 @@ def parse_expected(data: Buffer, expected: RecordHeader) -> Record:
             k_block, v_block = view[data_start : data_start + n_block], view[v_start:]
             return Record(expected, k_block, v_block, digest, view[_DIGESTED_FROM:])
     key = (expected.chunk_id, expected.fingerprint, expected.layer_start)
-    found = parse(data, chunk_id=key[0], fingerprint=key[1], layer_start=key[2], verify=False)
+    found = parse(data, chunk_id=key[0], fingerprint=key[1], layer_start=key[2])
     raise _damaged(_name(expected.chunk_id, expected.layer_start), "header", found.header, expected)
-
-
-def _check_digest(name: str, digested: memoryview, digest: bytes) -> None:
-    if (got := xxhash.xxh3_128_digest(digested)) != digest:
-        raise _damaged(name, "checksum", got.hex(), digest.hex())
 
 
 def _pack_header(header: RecordHeader) -> bytes:

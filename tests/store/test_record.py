@@ -36,9 +36,9 @@ def read(data: bytes | bytearray, *, verify: bool = True) -> Record:
             quickly.check()
     except RecordDamagedError:
         quickly = None
-    record = parse(
-        data, chunk_id=HEADER.chunk_id, fingerprint=HEADER.fingerprint, layer_start=HEADER.layer_start, verify=verify
-    )
+    record = parse(data, chunk_id=HEADER.chunk_id, fingerprint=HEADER.fingerprint, layer_start=HEADER.layer_start)
+    if verify:
+        record.check()
     assert quickly == record
     return record
 
