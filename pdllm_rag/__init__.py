@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pdllm_rag.answer import Answer, AnswerStats, Citation
     from pdllm_rag.config import AskOptions
-    from pdllm_rag.engine import RagEngine, Retrieved
+    from pdllm_rag.engine import RagEngine
     from pdllm_rag.events import CanvasUpdate, Final, StreamEvent, TextDelta
     from pdllm_rag.models.loader import LoadedModel, load_model
     from pdllm_rag.prefill import InputDocument, PrefillReport
+    from pdllm_rag.reading import Retrieved
     from pdllm_rag.scoring import ScoringOptions
 
 __all__ = [
@@ -43,7 +44,7 @@ _HOMES = {
     "LoadedModel": "models.loader",
     "PrefillReport": "prefill",
     "RagEngine": "engine",
-    "Retrieved": "engine",
+    "Retrieved": "reading",
     "ScoringOptions": "scoring",
     "StreamEvent": "events",
     "TextDelta": "events",

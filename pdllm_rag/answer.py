@@ -18,7 +18,11 @@ _SENTENCE = re.compile(r"\S.*?(?:[.!?][\"')\]]*(?=\s)|(?=\n\s*(?:\n|[-*|#>+]|\d+
 class Citation(NamedTuple):
     """A passage that the model read. `char_start:char_end` are code points of the document; `quote` is that text.
 
-    page: that the quote stands on, or begins on; page_end: that it ends on, if that is a later one.
+    Attributes:
+        ordinal: of its chunk in the document, from 0.
+        score: of its chunk (`Retrieved.score`).
+        page: that the quote stands on, or begins on, from 1; None where the source has no pages.
+        page_end: that it ends on, if that is a later one.
     """
 
     doc_id: str
@@ -53,6 +57,10 @@ class AnswerStats:
         prompt_tokens: tokens of the templated question.
         context_tokens: tokens of the chunks read; `cached_tokens` of them were served from the store.
         ms: milliseconds by phase: first_stage, draft, score, load, decode, total.
+        chunks: how many were read from the store, computed, and considered.
+        policy, decoder, model: that answered, by name.
+        finish_reason: "stop" (the answer ended) or "length" (`max_new_tokens` were not enough).
+        supported: whether an answer was found and not withheld.
         support: probability that the documents hold the answer, or None if the family has no calibration.
         min_support: what it was held against; None if nothing is withheld.
         note: why the filter left nothing to read, if it did.
@@ -83,7 +91,14 @@ class AnswerStats:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer. `citations` is empty when the documents do not hold it."""
+    """An answer.
+
+    Attributes:
+        text: the answer, or a sentence that says that the documents hold none.
+        citations: a passage of each chunk that was read, those that hold the answer first, then by score; empty when
+            the documents do not hold the answer.
+        steps: the denoising steps in order.
+    """
 
     text: str
     citations: tuple[Citation, ...]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pdllm_store import (
     ChunkId,
     ChunkNotFoundError,
-    ChunkRef,
     ChunkStore,
     DocumentInfo,
     DocumentNotFoundError,
@@ -36,7 +35,7 @@ from pdllm_rag.metadata import admitted
 from pdllm_rag.models.loader import LoadedModel, check_seen, one_device, read_spec
 from pdllm_rag.pool import KVPool
 from pdllm_rag.prefill import InputDocument, Prefiller, PrefillReport, Progress
-from pdllm_rag.reading import Found, sources_of, told
+from pdllm_rag.reading import Found, Retrieved, sources_of, told
 from pdllm_rag.resolving import AskedIn, Resolver
 from pdllm_rag.retrieval import Retriever, Selection
 from pdllm_rag.scoring import ScoringOptions
@@ -46,18 +45,6 @@ from pdllm_rag.together import Asked
 
 MAX_ATTEMPTS = 5  # of retrieving from a store that changes meanwhile
 LOADS = ("store", "auto")  # where KV comes from that is not in memory
-
-
-class Retrieved(NamedTuple):
-    """A chunk that retrieval chose, best first. `score` is the mean log-likelihood s (0.0 when nothing was scored).
-
-    margin: how far the best candidate stands above their median, the same for all chunks of a question; or None.
-    """
-
-    ref: ChunkRef
-    score: float
-    text: str
-    margin: float | None = None
 
 
 class RagEngine:
@@ -128,6 +115,8 @@ class RagEngine:
             store_options: of a store opened here, such as `max_bytes`, `cache` and `read_only` (see `open_store`).
             device: of a model given by name; "auto" is the first GPU where torch sees one, else the CPU.
             dtype: compute dtype; None takes the faster one.
+            options: of every question, unless a call changes them.
+            scoring: how candidates are scored.
             chunk_len: tokens of a chunk, BOS included; None takes the family's.
             pool_bytes: most bytes of chunk KV kept between questions, in a GPU's memory if the model is there; None
                 takes 1 GiB, or, if it is more, a fifth of what is free on the GPU.
@@ -194,10 +183,13 @@ class RagEngine:
         """Bring documents, or files, folders and patterns, into the store; unchanged ones cost nothing.
 
         Args:
+            documents: `InputDocument`s, or paths; one kind per call.
+            on_progress: told after each batch of chunks and each document.
             path_options: for paths: id_prefix, prune, shard, on_start (see `ingest.ingest`).
 
         Raises:
-            StoreError; a document that fails is in the report instead.
+            StoreError: of the store; a document that fails is in the report instead.
+            ValueError: both kinds in one call, or an option that does not apply.
         """
         given = [documents] if isinstance(documents, (str, PathLike, InputDocument)) else list(documents)
         paths = [entry for entry in given if not isinstance(entry, InputDocument)]
@@ -238,8 +230,9 @@ class RagEngine:
         """The k best chunks for a question, best first; with `score_window` (None: the family's) only those within it.
 
         Raises:
-            DocumentNotFoundError: the store is empty; StoreMismatchError: it holds another model's documents only.
-            ValueError: a bad option.
+            DocumentNotFoundError: the store is empty.
+            StoreMismatchError: it holds another model's documents only.
+            RequestError, ValueError: no question, or a bad option.
         """
         options = self.options.with_changes({**changes, **({} if k is None else {"k": k})})
         self._asking.prompt(question, options)
@@ -270,7 +263,9 @@ class RagEngine:
             options, changes: options of this call; `changes` win.
 
         Raises:
-            RequestError, StoreError, NumericsError, ValueError; EmptyDocumentError for a `context` without text.
+            RequestError: no question, it does not fit the model's window, or it was cancelled.
+            StoreError, NumericsError, ValueError: of the store, logits that are not finite, a bad option.
+            EmptyDocumentError: a `context` without text.
         """
         *_, last = self.stream(question, chunk_ids=chunk_ids, context=context, options=options, **changes)
         assert isinstance(last, Final)
@@ -285,7 +280,7 @@ class RagEngine:
         options: AskOptions | None = None,
         **changes: Any,
     ) -> Iterator[StreamEvent]:
-        """As `answer`, as events: text that is final, denoising steps, and the answer last."""
+        """As `answer`, as events: text that is final, denoising steps, and the answer last. Raises what it raises."""
         return self.asked(question, chunk_ids=chunk_ids, context=context, options=options, **changes).events()
 
     def asked(

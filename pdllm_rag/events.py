@@ -21,17 +21,22 @@ class TextDelta(NamedTuple):
 
 
 class CanvasUpdate(NamedTuple):
-    """One denoising step, for a live view; later text may stand before earlier text."""
+    """One denoising step, for a live view; later text may stand before earlier text.
+
+    Attributes:
+        step: `rows` of the answer that were filled, their `tokens` and `confidence`, and `nfe`, passes until now.
+    """
 
     step: DecodeStep
 
 
 class Final(NamedTuple):
-    """The last event."""
+    """The last event: the whole answer."""
 
     answer: Answer
 
 
+# What a stream yields.
 StreamEvent = TextDelta | CanvasUpdate | Final
 
 

@@ -56,6 +56,7 @@ class InputDocument:
 
     Attributes:
         doc_id: unique within the store and model.
+        text: the whole of it.
         source: where it came from; another source may not take over the id.
         pages: code points [start, end) of each page, or None.
         metadata: JSON-like values, kept with the document and offered to filters.
@@ -77,7 +78,17 @@ class Failure(NamedTuple):
 
 @dataclass
 class PrefillReport:
-    """What a prefill did. Counts are documents, chunks, tokens (BOS included), bytes and seconds."""
+    """What a prefill did.
+
+    Attributes:
+        added, updated, unchanged: documents.
+        failed: documents or files that did not go in, each with its reason.
+        missing, pruned: ids of documents whose file is gone: those that stay, and those that were deleted.
+        chunks_computed, chunks_reused, chunks_blank: encoded now, held already, and dropped as blank.
+        tokens: that were encoded, BOS included.
+        bytes_written, text_bytes: of KV records written, and of the texts given in UTF-8.
+        seconds: that it took.
+    """
 
     added: int = 0
     updated: int = 0

@@ -35,6 +35,23 @@ class Found(NamedTuple):
     alone: bool = False  # nothing was looked for: the model answers without documents
 
 
+class Retrieved(NamedTuple):
+    """A chunk that retrieval chose; they come best first.
+
+    Attributes:
+        ref: its document and where it stands there.
+        score: mean log-likelihood s in nats per token, less what `rank_weight` takes off; higher is better. 0.0 when
+            nothing was scored.
+        text: of the chunk.
+        margin: how far the best candidate stands above their median, the same for all chunks of a question; or None.
+    """
+
+    ref: ChunkRef
+    score: float
+    text: str
+    margin: float | None = None
+
+
 class Reading(NamedTuple):
     """What the model reads: sources in document order, where they stand, and their KV if the decoder needs it.
 

@@ -104,3 +104,12 @@ def test_the_modules_of_the_glossary_exist() -> None:
     assert len(terms) > 30
     assert [name for name, _ in terms] == sorted((name for name, _ in terms), key=str.lower)
     assert not [module for _, module in terms if importlib.util.find_spec(module) is None]
+
+
+def test_the_modules_of_how_it_works_exist() -> None:
+    rows = re.findall(r"^\| [\w ]+ \| (`.*?) \|", (DOCS / "how-it-works.md").read_text(), re.MULTILINE)
+    assert len(rows) == 10
+    names = {
+        name if name == "pdllm_store" else f"pdllm_rag.{name}" for row in rows for name in re.findall(r"`(.*?)`", row)
+    }
+    assert not [name for name in names if importlib.util.find_spec(name) is None]

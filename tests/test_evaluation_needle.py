@@ -17,13 +17,14 @@ from pdllm_rag.answer import Answer, AnswerStats, ChunkCounts, Citation
 from pdllm_rag.cli import eval_needle as cli
 from pdllm_rag.config import AskOptions
 from pdllm_rag.encoder import ChunkEncoder
-from pdllm_rag.engine import RagEngine, Retrieved
+from pdllm_rag.engine import RagEngine
 from pdllm_rag.evaluation import needle as evaluation
 from pdllm_rag.evaluation.haystack import Haystack, Hidden, Part
 from pdllm_rag.evaluation.haystack_store import HaystackStore
 from pdllm_rag.evaluation.needle import NeedleGrid, Series, Trial, ask, dense_answer, run_trials, summary
 from pdllm_rag.evaluation.needles import N_RIVALS, TASKS, Needle, make_needle
 from pdllm_rag.models import LoadedModel
+from pdllm_rag.reading import Retrieved
 
 CHUNK_LEN = 250
 OPTIONS = AskOptions(k=1, candidates=2, max_new_tokens=4)

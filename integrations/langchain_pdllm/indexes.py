@@ -35,7 +35,11 @@ class PDLLMDocumentIndex(PDLLMRetriever, DocumentIndex):
     _creates: bool = PrivateAttr(default=True)
 
     def upsert(self, items: Sequence[Document], /, **kwargs: Any) -> UpsertResponse:
-        """Add documents, or replace those of the same ids."""
+        """Add documents, or replace those of the same ids.
+
+        Raises:
+            ValueError: an option; there are none. StoreError: the store itself failed.
+        """
         _refuse(kwargs)
         named = [(doc.id or _id_of(doc), doc.page_content, doc.metadata) for doc in items]
         failed = store_documents(self.opened(), named)

@@ -43,6 +43,9 @@ class LoadedModel:
     """Weights, tokenizer and identity of one model in one compute dtype on one device.
 
     Attributes:
+        spec: its family, special ids and limits.
+        backbone: the layers, which an attention is given to.
+        weights_digest: hex BLAKE3 of the weight files.
         adapter_digest: of an adapter that acts on chunk rows, "" without one.
         canvas_backbone: the same weights with an adapter for canvas rows, None without one. What it computes is never
             stored, so the fingerprint does not know it.

@@ -31,10 +31,14 @@ class ChunkStore(Protocol):
     """
 
     @property
-    def kv_dtype(self) -> KVDtype: ...
+    def kv_dtype(self) -> KVDtype:
+        """The dtype that keys and values are stored in, the same for all of the store."""
+        ...
 
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """Folder or URL, in messages and statistics; ":memory:" for one that ends with its process."""
+        ...
 
     @property
     def derived_dir(self) -> str | None:
@@ -79,7 +83,9 @@ class ChunkStore(Protocol):
         """
         ...
 
-    def fingerprints(self) -> list[ModelFingerprint]: ...
+    def fingerprints(self) -> list[ModelFingerprint]:
+        """Those that were registered, whether or not the store holds documents of them."""
+        ...
 
     def put(self, fingerprint: ModelFingerprint, items: Iterable[tuple[ChunkMeta, ChunkKV]]) -> int:
         """Write chunks, each all or nothing and all in one transaction; a chunk already held is left as it is.
@@ -148,7 +154,11 @@ class ChunkStore(Protocol):
         ...
 
     def meta(self, chunk_id: ChunkId) -> ChunkMeta:
-        """Raises ChunkNotFoundError if the chunk was never put."""
+        """Token ids and sketch of a chunk, whether or not its KV is held.
+
+        Raises:
+            ChunkNotFoundError: the chunk was never put.
+        """
         ...
 
     def iter_meta(self, fingerprint: ModelFingerprint) -> Iterator[ChunkMeta]:
@@ -179,17 +189,25 @@ class ChunkStore(Protocol):
         ...
 
     def documents(self, fingerprint: ModelFingerprint) -> list[DocumentInfo]:
-        """In order of doc_id."""
+        """The visible documents of a model, without their texts, in order of doc_id."""
         ...
 
     def document(self, fingerprint: ModelFingerprint, doc_id: str) -> Document:
-        """Raises DocumentNotFoundError."""
+        """A document with its text and chunks.
+
+        Raises:
+            DocumentNotFoundError: there is none of that id.
+        """
         ...
 
     def refs(self, fingerprint: ModelFingerprint) -> list[ChunkRef]:
         """Every chunk of every visible document, in document order (doc_id, ordinal)."""
         ...
 
-    def stats(self) -> StoreStats: ...
+    def stats(self) -> StoreStats:
+        """What the store holds and occupies, and what this handle has done."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give the handle up; later calls raise StoreClosedError."""
+        ...

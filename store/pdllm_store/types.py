@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 ChunkId = bytes  # 16 bytes of BLAKE3
-KVDtype = Literal["bfloat16", "float32", "int8"]
-KV_DTYPES: tuple[KVDtype, ...] = ("bfloat16", "float32", "int8")
+KVDtype = Literal["bfloat16", "float32", "int8"]  # as stored; int8 with one float32 scale per (token, head)
+KV_DTYPES: tuple[KVDtype, ...] = ("bfloat16", "float32", "int8")  # all of them
 FORMAT = 2  # of the store: raised whenever a table changes
 RECORD_FORMAT = 1  # of KV records, and part of every chunk id: raised whenever a byte of one changes its meaning
 
-ID_BYTES = 16
+ID_BYTES = 16  # of chunk ids, text ids and fingerprints
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class ChunkMeta:
 class ChunkKV(NamedTuple):
     """Keys (rotated at chunk-local positions, BOS at 0) and values of one chunk, both [Y, T, G, D].
 
-    What a store hands out is in the host's memory.
+    What a store hands out is in the host's memory: float32 of a float32 store, else bfloat16.
     """
 
     k: torch.Tensor

@@ -38,6 +38,7 @@ class VerifyReport(NamedTuple):
 
     @property
     def ok(self) -> bool:
+        """Whether nothing was found wrong."""
         return not (self.damaged or self.missing or self.problems or self.differing)
 
 

@@ -88,7 +88,12 @@ class PDLLM(AnswerComponent, CustomLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a prompt."""
+        """Answer a prompt.
+
+        Raises:
+            ValueError: an unknown option or a bad value.
+            RequestError, StoreError, ModelError: as the engine raises them.
+        """
         return _completion(self._answered(self._prompted(prompt, formatted, kwargs)))
 
     @llm_completion_callback()
@@ -98,7 +103,7 @@ class PDLLM(AnswerComponent, CustomLLM):
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Answer the last message."""
+        """Answer the last message. Raises what `complete` raises."""
         return _chat(self._answered(self._asked(messages, kwargs)))
 
     @llm_chat_callback()

@@ -27,6 +27,7 @@ class PDLLMRetriever(BaseRetriever):
     Args:
         store: folder of a store, or a `ChunkStore`.
         model: "demo" or a checkpoint's folder.
+        device: where the model computes; "auto" is the first GPU where torch sees one, else the CPU.
         similarity_top_k: most chunks to return.
         options: further fields of `pdllm_rag.components.searching.SearchComponent`: candidates, first_stage, filter,
             score_window.
