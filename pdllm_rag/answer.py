@@ -18,6 +18,7 @@ _SENTENCE = re.compile(r"\S.*?(?:[.!?][\"')\]]*(?=\s)|(?=\n\s*(?:\n|[-*|#>+]|\d+
 class Citation(NamedTuple):
     """A passage that the model read. `char_start:char_end` are code points of the document; `quote` is that text.
 
+    score: mean log-likelihood by which retrieval chose the chunk; None if it was not scored.
     page: that the quote stands on, or begins on; page_end: that it ends on, if that is a later one.
     """
 
@@ -25,14 +26,14 @@ class Citation(NamedTuple):
     ordinal: int
     char_start: int
     char_end: int
-    score: float
+    score: float | None
     quote: str
     page: int | None = None
     page_end: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form; pages that are not known are left out."""
-        return {name: value for name, value in self._asdict().items() if value is not None}
+        return {name: value for name, value in self._asdict().items() if value is not None or name == "score"}
 
 
 class ChunkCounts(NamedTuple):

@@ -38,7 +38,7 @@ from pdllm_rag.pool import KVPool
 from pdllm_rag.prefill import InputDocument, Prefiller, PrefillReport, Progress
 from pdllm_rag.reading import Found, sources_of, told
 from pdllm_rag.resolving import AskedIn, Resolver
-from pdllm_rag.retrieval import Retriever, Selection
+from pdllm_rag.retrieval import Retriever, Selection, is_near
 from pdllm_rag.scoring import ScoringOptions
 from pdllm_rag.stages import FirstStages
 from pdllm_rag.teams import passing_team
@@ -49,13 +49,13 @@ LOADS = ("store", "auto")  # where KV comes from that is not in memory
 
 
 class Retrieved(NamedTuple):
-    """A chunk that retrieval chose, best first. `score` is the mean log-likelihood s (0.0 when nothing was scored).
+    """A chunk that retrieval chose, best first. `score` is the mean log-likelihood s, None if it was not scored.
 
     margin: how far the best candidate stands above their median, the same for all chunks of a question; or None.
     """
 
     ref: ChunkRef
-    score: float
+    score: float | None
     text: str
     margin: float | None = None
 
@@ -249,7 +249,7 @@ class RagEngine:
         return [
             Retrieved(source.ref, score, source.text, found.selection.margin)
             for source, score in zip(found.sources, scores, strict=True)
-            if window is None or score >= scores[0] - window
+            if is_near(score, scores[0], window)
         ]
 
     def answer(

@@ -184,4 +184,4 @@ def document_part(document_id: str | None, text: str, metadata: Mapping[str, Any
     chunk_id = metadata.get("chunk_id", document_id)
     if not isinstance(chunk_id, str) or not _CHUNK_ID.fullmatch(chunk_id):
         return Part(text, None)
-    return Part(text, Chosen(chunk_id, metadata.get("score") or 0.0, metadata.get("margin")))
+    return Part(text, Chosen(chunk_id, metadata.get("score"), metadata.get("margin")))
