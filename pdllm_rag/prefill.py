@@ -77,12 +77,16 @@ class Failure(NamedTuple):
 
 @dataclass
 class PrefillReport:
-    """What a prefill did. Counts are documents, chunks, tokens (BOS included), bytes and seconds."""
+    """What a prefill did. Counts are documents, chunks, tokens (BOS included), bytes and seconds.
+
+    skipped: files in folders whose kind is not read; they are no documents.
+    """
 
     added: int = 0
     updated: int = 0
     unchanged: int = 0
     failed: list[Failure] = field(default_factory=list)
+    skipped: list[Failure] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     pruned: list[str] = field(default_factory=list)
     chunks_computed: int = 0
@@ -101,6 +105,7 @@ class PrefillReport:
                 "updated": self.updated,
                 "unchanged": self.unchanged,
                 "failed": [failure._asdict() for failure in self.failed],
+                "skipped": [failure._asdict() for failure in self.skipped],
                 "missing": self.missing,
                 "pruned": self.pruned,
             },
