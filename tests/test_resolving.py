@@ -169,6 +169,21 @@ def test_headings_between_stored_texts_stay_in_the_prompt(resolver: Resolver) ->
     assert "Source: b.txt" in resolved.turns[0]["content"]
 
 
+def test_tags_around_each_source_are_no_context(engine: RagEngine, ids: dict[str, bytes]) -> None:
+    """Open WebUI gives each its number and its file's name."""
+    sources = [f'<source id="{i}" name="{i}-a-file-of-some-longer-name.txt">{text}</source>' for i, text in enumerate(
+        (STORED["a"], FOREIGN, STORED["b"]))]  # fmt: skip
+    for some, chunks, context in (
+        (sources, ["a", "b"], [FOREIGN]),
+        (sources[1:2], [], [FOREIGN]),
+        (sources[:1], ["a"], []),
+    ):
+        prompt = user(ONE_MESSAGE["open webui"].format(context="\n".join(some), question=QUESTION))
+        resolved = engine.resolver.prompt(prompt)
+        assert (resolved.chunks, resolved.context) == ([ids[name] for name in chunks], context)
+        assert resolved.turns == user(QUESTION)
+
+
 def test_a_question_between_stored_texts_is_no_context(resolver: Resolver) -> None:
     question = "Question: which of the two boats sails first, and from which pier?"
     resolved = resolver.prompt(user(context_of(STORED["a"], question, STORED["b"])), "error")

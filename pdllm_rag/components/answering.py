@@ -110,11 +110,7 @@ class AnswerComponent(AskComponent):
         kept = kept_turns(resolved.turns, engine.model.tokenizer.encode, max_history_tokens)
         if (is_named or resolved.chunks is not None) and given.get("filter") is None:
             arguments.pop("filter", None)  # the component's own is for retrieval
-        context = [*_listed(arguments.get("context")), *resolved.context]
-        if context:
-            arguments["context"] = context
-        if resolved.chunks or (resolved.chunks is not None and not context):
-            arguments["chunk_ids"] = resolved.chunks
+        arguments.update(resolved.material(_listed(arguments.get("context"))))
         return Request(engine, kept, arguments, len(turns), resolved.recognised, resolved.unmatched_chars)
 
     def part(self, chunk: Any) -> Part:
