@@ -15,7 +15,8 @@ with RagEngine.open(store="kb", model="demo") as engine:
     engine.prefill([InputDocument("notes/today", "The canteen in Galway opens at 11:45.", source="a note")])
 
     for chunk in engine.retrieve("When does the canteen in Galway open?", k=2):
-        print(f"{chunk.score:6.2f}  {chunk.ref.doc_id}  {chunk.text[:60]!r}")
+        score = "-" if chunk.score is None else f"{chunk.score:.2f}"  # None where there is nothing to choose
+        print(f"{score:>6}  {chunk.ref.doc_id}  {chunk.text[:60]!r}")
 
     answer = engine.answer("When does the canteen in Galway open?")
     print(answer.text)

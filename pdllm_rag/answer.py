@@ -20,7 +20,7 @@ class Citation(NamedTuple):
 
     Attributes:
         ordinal: of its chunk in the document, from 0.
-        score: of its chunk (`Retrieved.score`).
+        score: of its chunk (`Retrieved.score`), None if it was not scored.
         page: that the quote stands on, or begins on, from 1; None where the source has no pages.
         page_end: that it ends on, if that is a later one.
     """
@@ -29,14 +29,14 @@ class Citation(NamedTuple):
     ordinal: int
     char_start: int
     char_end: int
-    score: float
+    score: float | None
     quote: str
     page: int | None = None
     page_end: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form; pages that are not known are left out."""
-        return {name: value for name, value in self._asdict().items() if value is not None}
+        return {name: value for name, value in self._asdict().items() if value is not None or name == "score"}
 
 
 class ChunkCounts(NamedTuple):

@@ -25,7 +25,7 @@ from pdllm_rag.placement import Placement, plan_offsets
 from pdllm_rag.policies import check_policy, encode_jointly, rows_seen
 from pdllm_rag.pool import KVPool
 from pdllm_rag.reading import Found, Reading, Source
-from pdllm_rag.retrieval import Selection
+from pdllm_rag.retrieval import Selection, is_near
 from pdllm_rag.sparsity import attention_received, kept_rows, sparse
 from pdllm_rag.support import MIN_SUPPORT, is_too_low, says_nothing, support_probability
 from pdllm_rag.transcript import Transcript
@@ -243,9 +243,9 @@ class Asking:
         """Sources whose score lies within the window below the best one's; rivals far below it only distract."""
         window = options.window_for(self.model.spec.family)
         scores = found.selection.scores
-        if window is None or found.exact or not scores:
+        if found.exact:
             return list(found.sources)
-        return [s for s, score in zip(found.sources, scores, strict=True) if score >= scores[0] - window]
+        return [s for s, score in zip(found.sources, scores, strict=True) if is_near(score, scores[0], window)]
 
     def _fitting(self, found: Found, prompt: Prompt, options: AskOptions) -> list[Source]:
         """Sources near the best, by rank until the window is full.

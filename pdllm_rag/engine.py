@@ -37,7 +37,7 @@ from pdllm_rag.pool import KVPool
 from pdllm_rag.prefill import InputDocument, Prefiller, PrefillReport, Progress
 from pdllm_rag.reading import Found, Retrieved, sources_of, told
 from pdllm_rag.resolving import AskedIn, Resolver
-from pdllm_rag.retrieval import Retriever, Selection
+from pdllm_rag.retrieval import Retriever, Selection, is_near
 from pdllm_rag.scoring import ScoringOptions
 from pdllm_rag.stages import FirstStages
 from pdllm_rag.teams import passing_team
@@ -242,7 +242,7 @@ class RagEngine:
         return [
             Retrieved(source.ref, score, source.text, found.selection.margin)
             for source, score in zip(found.sources, scores, strict=True)
-            if window is None or score >= scores[0] - window
+            if is_near(score, scores[0], window)
         ]
 
     def answer(

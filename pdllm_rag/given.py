@@ -22,12 +22,12 @@ class Chosen(NamedTuple):
     """A stored chunk and what retrieval said of it.
 
     chunk_id: 16 bytes, or as hex.
-    score: for its citation.
+    score: for its citation, if it was scored.
     margin: how far the best candidate stood above their median; an answer's support is judged by that of the first.
     """
 
     chunk_id: ChunkId | str
-    score: float = 0.0
+    score: float | None = None
     margin: float | None = None
 
 

@@ -62,8 +62,9 @@ def ingest(
     for doc_id in moved:
         store.delete_document(fingerprint, doc_id)
     report = prefill_files(files, on_progress)
-    report.failed[:0] = [Failure(problem.path, problem.reason) for problem in sources.problems]
-    vanished = _vanished(store, fingerprint, paths)
+    report.failed[:0] = [Failure(*problem) for problem in sources.problems]
+    report.skipped = [Failure(*problem) for problem in sources.skipped]
+    vanished = _vanished(store, fingerprint, paths, {file.source for file in sources.files})
     mine = {file.doc_id for file in files}
     elsewhere = [file for file in sources.files if file.doc_id not in mine]
     report.pruned = moved + _delete_outdated(store, fingerprint, elsewhere)
@@ -137,14 +138,14 @@ def _moved(store: ChunkStore, fingerprint: ModelFingerprint, files: Sequence[Sou
 
 
 def _vanished(
-    store: ChunkStore, fingerprint: ModelFingerprint, paths: Sequence[str | PathLike[str]]
+    store: ChunkStore, fingerprint: ModelFingerprint, paths: Sequence[str | PathLike[str]], seen: set[str]
 ) -> dict[Path, list[str]]:
-    """Per folder of `paths` the documents that came from below it and whose file is gone."""
+    """Per folder of `paths` the documents that came from below it and whose file is gone; none that was just seen."""
     roots = list(dict.fromkeys(Path(os.path.realpath(path)) for path in paths if os.path.isdir(path)))
     vanished: dict[Path, list[str]] = {}
     for info in store.documents(fingerprint):
         root = next((root for root in roots if Path(info.source).is_relative_to(root)), None)
-        if root is not None and _is_gone(info.source):
+        if root is not None and info.source not in seen and _is_gone(info.source):
             vanished.setdefault(root, []).append(info.doc_id)
     return vanished
 

@@ -83,6 +83,7 @@ class PrefillReport:
     Attributes:
         added, updated, unchanged: documents.
         failed: documents or files that did not go in, each with its reason.
+        skipped: files in folders whose kind is not read; they are no documents.
         missing, pruned: ids of documents whose file is gone: those that stay, and those that were deleted.
         chunks_computed, chunks_reused, chunks_blank: encoded now, held already, and dropped as blank.
         tokens: that were encoded, BOS included.
@@ -94,6 +95,7 @@ class PrefillReport:
     updated: int = 0
     unchanged: int = 0
     failed: list[Failure] = field(default_factory=list)
+    skipped: list[Failure] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     pruned: list[str] = field(default_factory=list)
     chunks_computed: int = 0
@@ -112,6 +114,7 @@ class PrefillReport:
                 "updated": self.updated,
                 "unchanged": self.unchanged,
                 "failed": [failure._asdict() for failure in self.failed],
+                "skipped": [failure._asdict() for failure in self.skipped],
                 "missing": self.missing,
                 "pruned": self.pruned,
             },

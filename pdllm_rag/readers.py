@@ -4,7 +4,7 @@
   front matter of Markdown, which is metadata.
 - Encoding: byte order mark, else the charset that an HTML file declares, else strict UTF-8, else the best
   guess, which is logged. Decoding is strict: nothing is replaced or left out.
-- Limits hold before the work: `max_bytes` before reading, `max_chars` while PDF and HTML tables are unfolded.
+- Limits hold before the work: `max_bytes` before reading, `max_chars` while PDF and HTML are unfolded.
 - A file without text raises EmptyDocumentError, one that cannot be read UnreadableDocumentError.
 """
 
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from pdllm_rag.chunking import is_blank
 from pdllm_rag.errors import EmptyDocumentError, UnreadableDocumentError
 from pdllm_rag.front_matter import parted
+from pdllm_rag.html_layout import indent_chars, laid_out
 
 # fmt: off
 MEDIA_TYPES = {
@@ -58,8 +59,6 @@ _GUESSES = [
 _MULTIBYTE = {"cp932", "euc_jp", "gb18030", "big5", "cp949"}
 _AS_BROWSERS = {"iso8859-1": "cp1252", "ascii": "cp1252", "shift_jis": "cp932", "gb2312": "gb18030"}
 _NO_CHARSETS = {"utf-7", "idna", "punycode", "unicode-escape", "raw-unicode-escape", "undefined"}
-_HIDDEN = ["nav", "noscript", "template", "svg", "math", "canvas", "iframe", "object", "select", "button"]
-_INDENTED = ("ul", "ol", "dd", "blockquote")
 # fmt: on
 _DECLARED = re.compile(rb"""<(?:meta|\?xml)\b[^<>]{0,500}?\b(?:charset|encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.I)
 _TITLE = re.compile(r"<title[^<>]*>([^<>]*)</title", re.I)
@@ -67,7 +66,6 @@ _XML_DECLARATION = re.compile(r"\A\s*<\?xml[^<>]*>", re.I)
 _IMAGES = re.compile(r"!\[[^\[\]]*\](?:\([^()]*\)|\[[^\[\]]*\])?|<img\b[^<>]*>|<!--[^<>]*-->", re.I)
 _EMPTY_LINKS = re.compile(r"\[\s*\]\([^()]*\)")
 _TEXT_CONTROLS = "\t\n\v\f\r\x08\x1b\x85"
-_INDENT = 4  # columns, in inscriptis
 
 _pypdf_lock = threading.Lock()  # held while pypdf's logger and the warning filters are redirected
 
@@ -248,11 +246,6 @@ def _signature(data: bytes) -> str | None:
 
 def _parse_html(text: str, name: str, encoding: str, max_chars: int) -> SourceText:
     import lxml.html  # type: ignore[import-untyped]
-    from inscriptis.css_profiles import CSS_PROFILES
-    from inscriptis.html_engine import Inscriptis
-    from inscriptis.model.config import ParserConfig
-    from inscriptis.model.css import HtmlElement
-    from inscriptis.model.html_element import Display
 
     too_deep = UnreadableDocumentError(f"{name}: the HTML is nested too deeply; save the page as text")
     empty = EmptyDocumentError(f"{name}: the page shows no text (scripts, styles and menus are left out)")
@@ -267,39 +260,16 @@ def _parse_html(text: str, name: str, encoding: str, max_chars: int) -> SourceTe
         raise empty from None
     if any(entry.level_name == "FATAL" for entry in parser.error_log):
         raise too_deep
-    _check_chars(name, _layout_chars(tree, body), max_chars)
-    css = CSS_PROFILES["relaxed"] | {tag: HtmlElement(tag=tag, display=Display.none) for tag in _HIDDEN}
-    config = ParserConfig(css=css, display_links=False, display_images=False)
+    _check_chars(name, indent_chars(tree, body), max_chars)
     try:
-        laid_out = Inscriptis(tree, config).get_text()
+        shown = laid_out(tree)
     except RecursionError:
         raise too_deep from None
-    shown = "\n".join(line.rstrip() for line in laid_out.split("\n")).strip("\n")  # table cells are padded
     if is_blank(shown):
         raise empty
     _check_chars(name, len(shown), max_chars)
     title = _TITLE.search(text, 0, 65536)
     return SourceText(shown, None, "text/html", encoding, _title(html.unescape(title[1]) if title else None))
-
-
-def _layout_chars(tree: Any, body: str) -> int:
-    """Estimate of the blanks that the layout adds: cells padded to the widest of a column, lists indented."""
-    n_chars = 0
-    for table in tree.iter("table"):
-        parts = [table, *table.iterchildren("thead", "tbody", "tfoot")]
-        rows = [row for part in parts for row in part.iterchildren("tr")]
-        widths: dict[int, int] = {}
-        for row in rows:
-            for column, cell in enumerate(row.iterchildren("td", "th")):
-                if cell.find(".//table") is None:
-                    widths[column] = max(widths.get(column, 0), len(cell.text_content()))
-        n_chars += len(rows) * sum(widths.values())
-    from lxml import etree
-
-    levels = [0]
-    for event, _ in etree.iterwalk(tree, events=("start", "end"), tag=_INDENTED):
-        levels.append(levels[-1] + (1 if event == "start" else -1))
-    return n_chars + _INDENT * max(0, max(levels) - 2) * (body.count("<") // 2 + body.count("\n"))
 
 
 def _check_chars(name: str, n_chars: int, max_chars: int) -> None:

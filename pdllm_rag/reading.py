@@ -40,14 +40,14 @@ class Retrieved(NamedTuple):
 
     Attributes:
         ref: its document and where it stands there.
-        score: mean log-likelihood s in nats per token, less what `rank_weight` takes off; higher is better. 0.0 when
-            nothing was scored.
+        score: mean log-likelihood s in nats per token, less what `rank_weight` takes off; higher is better. None if
+            it was not scored.
         text: of the chunk.
         margin: how far the best candidate stands above their median, the same for all chunks of a question; or None.
     """
 
     ref: ChunkRef
-    score: float
+    score: float | None
     text: str
     margin: float | None = None
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import re
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from pdllm_store import ChunkId
 
@@ -25,7 +26,7 @@ from pdllm_rag.events import Messages
 from pdllm_rag.given import Chosen, id_of
 from pdllm_rag.history import question_start
 from pdllm_rag.squeezing import ANCHOR_SIGNS, signs_of
-from pdllm_rag.templates import context_regions, is_template, labelled_question
+from pdllm_rag.templates import context_regions, is_template, labelled_question, without_tags
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,14 @@ class Resolved(NamedTuple):
     context: list[str]
     recognised: int
     unmatched_chars: int
+
+    def material(self, texts: Sequence[str] = ()) -> dict[str, Any]:
+        """Arguments of `RagEngine.answer` that say what to read, beside these texts; none if it is to retrieve."""
+        context = [*texts, *self.context]
+        found: dict[str, Any] = {"context": context} if context else {}
+        if self.chunks or (self.chunks is not None and not context):
+            found["chunk_ids"] = self.chunks
+        return found
 
 
 class Resolver:
@@ -137,18 +146,20 @@ class Resolver:
         if copies:
             regions.append((copies[0].start, copies[-1].end))
         unmatched = []
+        starts = [copy.start for copy in copies]
         for begin, end in regions:
-            is_known = any(begin <= copy.start < end for copy in copies)
-            for a, b in _gaps(sorted(cuts), begin, end):
-                n_signs = len(signs_of(text[a:b]))
+            is_known = bisect_left(starts, begin) < bisect_left(starts, end)
+            near = cuts[max(0, bisect_left(cuts, (begin, 0)) - 1) : bisect_left(cuts, (end, 0))]
+            for a, b in _gaps(near, begin, end):
+                n_signs = len(signs_of(without_tags(text[a:b])))
                 is_long = n_signs >= ANCHOR_SIGNS and labelled_question(text[a:b]) is None
                 if is_long or (n_signs and not is_known):  # else a heading, a separator, the question
                     a += len(text[a:b]) - len(text[a:b].lstrip())
                     unmatched.append(text[a:b].rstrip())
-                    cuts.append((a, a + len(unmatched[-1])))
+                    insort(cuts, (a, a + len(unmatched[-1])))
         if not cuts:
             return text, [], []
-        rest = _BLANK_LINES.sub("\n\n", "".join(text[a:b] for a, b in _gaps(sorted(cuts), 0, len(text)))).strip()
+        rest = _BLANK_LINES.sub("\n\n", "".join(text[a:b] for a, b in _gaps(cuts, 0, len(text)))).strip()
         return (text, [], []) if is_question and is_blank(rest) else (rest, copies, unmatched)
 
     def _resolved(

@@ -33,7 +33,7 @@ MIN_FOR_MARGIN = 4  # a median of fewer candidates says little about what an unr
 class Selection(NamedTuple):
     """Selected chunks, best first.
 
-    scores: mean log-likelihoods s less what `rank_weight` takes off, descending; all 0.0 when nothing was scored.
+    scores: mean log-likelihoods s less what `rank_weight` takes off, descending; None for what was not scored.
     margin: best s_I minus the candidates' median s_I; None when nothing or too little was scored, or s_I was not
         estimated as the families' `support` expects it.
     n_candidates: chunks that were scored, or considered.
@@ -41,7 +41,7 @@ class Selection(NamedTuple):
     """
 
     refs: tuple[ChunkRef, ...]
-    scores: tuple[float, ...]
+    scores: tuple[float | None, ...]
     margin: float | None
     n_candidates: int
     recomputed: frozenset[ChunkId]
@@ -49,7 +49,7 @@ class Selection(NamedTuple):
     @classmethod
     def unscored(cls, refs: Sequence[ChunkRef]) -> Selection:
         """All of these, in their order."""
-        return cls(tuple(refs), (0.0,) * len(refs), None, len(refs), frozenset())
+        return cls(tuple(refs), (None,) * len(refs), None, len(refs), frozenset())
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,11 @@ class Retriever:
 def with_ranks(scores: Sequence[float], rank_weight: float) -> list[float]:
     """Scores of candidates, the first stage's best first, each with a prior of its rank: ln(rank ** -rank_weight)."""
     return [score - rank_weight * math.log(rank) for rank, score in enumerate(scores, start=1)]
+
+
+def is_near(score: float | None, best: float | None, score_window: float | None) -> bool:
+    """Whether a score lies within the window below the best one; without scores, or a window, everything does."""
+    return score is None or best is None or score_window is None or score >= best - score_window
 
 
 def needs_scores(n_candidates: int, k: int, score_window: float | None) -> bool:

@@ -5,7 +5,8 @@
 - A pattern (`*`, `?`, `[`, `**`) stands for what it matches, as if a shell had expanded it.
 - Folders are searched in sorted order. Names that begin with a dot are skipped, links are followed within the
   folder only, and a file that is reached twice is taken once.
-- What cannot be taken is a Problem, never an abort; two different files with one id are an error.
+- What cannot be taken is a Problem, never an abort; two different files with one id are an error. Files of kinds that
+  are not read, which a folder may hold among others, are skipped.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ class Problem(NamedTuple):
 
 
 class SourceList(NamedTuple):
-    """Files in order of argument, then of path; problems in order of their finding."""
+    """Files in order of argument, then of path; problems, and files skipped, in order of their finding."""
 
     files: list[SourceFile]
     problems: list[Problem]
+    skipped: list[Problem]
 
 
 def find(paths: Iterable[str | PathLike[str]], *, id_prefix: str = "") -> SourceList:
@@ -55,9 +57,10 @@ def find(paths: Iterable[str | PathLike[str]], *, id_prefix: str = "") -> Source
         DocumentConflictError: two different files would have one id.
     """
     problems: list[Problem] = []
+    skipped: list[Problem] = []
     by_id: dict[str, SourceFile] = {}
     seen: set[str] = set()
-    for path, name in _candidates(paths, problems):
+    for path, name in _candidates(paths, problems, skipped):
         source = os.path.realpath(path)
         if not (_is_unicode(name) and _is_unicode(source)):
             problems.append(_problem(path, "the name is not valid UTF-8; rename the file or its folder"))
@@ -73,15 +76,17 @@ def find(paths: Iterable[str | PathLike[str]], *, id_prefix: str = "") -> Source
             )
         seen.add(source)
         by_id[doc_id] = SourceFile(Path(path), doc_id, source)
-    return SourceList(list(by_id.values()), problems)
+    return SourceList(list(by_id.values()), problems, skipped)
 
 
-def _candidates(paths: Iterable[str | PathLike[str]], problems: list[Problem]) -> Iterator[tuple[str, str]]:
+def _candidates(
+    paths: Iterable[str | PathLike[str]], problems: list[Problem], skipped: list[Problem]
+) -> Iterator[tuple[str, str]]:
     """Path and id (without prefix) of every file in question."""
     for argument in paths:
         for path in _expand(os.fspath(argument), problems):
             if os.path.isdir(path):
-                yield from sorted(_walk(path, problems), key=lambda found: found[1].split("/"))
+                yield from sorted(_walk(path, problems, skipped), key=lambda found: found[1].split("/"))
             elif os.path.isfile(path):
                 yield path, os.path.basename(path)
             elif os.path.exists(path):
@@ -100,7 +105,7 @@ def _expand(argument: str, problems: list[Problem]) -> list[str]:
     return matches
 
 
-def _walk(top: str, problems: list[Problem]) -> Iterator[tuple[str, str]]:
+def _walk(top: str, problems: list[Problem], skipped: list[Problem]) -> Iterator[tuple[str, str]]:
     """Path and relative name of the files below `top`, real ones before links to them."""
     root = os.path.realpath(top)
     folders = [(top, "")]
@@ -117,18 +122,14 @@ def _walk(top: str, problems: list[Problem]) -> Iterator[tuple[str, str]]:
         visited.add(real)
         for entry in _entries(folder, problems):
             relative = name + entry.name
-            if entry.is_symlink():
-                kind = _link_kind(entry, root)
-                if kind == "folder":
-                    linked_folders.append((entry.path, relative + "/"))
-                elif kind == "file":
-                    linked_files.append((entry.path, relative))
-                else:
-                    problems.append(_problem(entry.path, kind))
-            elif entry.is_dir(follow_symlinks=False):
-                folders.append((entry.path, relative + "/"))
-            elif reason := _refusal(entry):
+            if entry.is_symlink() and (reason := _link_refusal(entry, root)):
                 problems.append(_problem(entry.path, reason))
+            elif entry.is_dir():
+                (linked_folders if entry.is_symlink() else folders).append((entry.path, relative + "/"))
+            elif reason := _refusal(entry):
+                skipped.append(_problem(entry.path, reason))
+            elif entry.is_symlink():
+                linked_files.append((entry.path, relative))
             else:
                 files.add(os.path.realpath(entry.path))
                 yield entry.path, relative
@@ -153,20 +154,18 @@ def _entries(folder: str, problems: list[Problem]) -> list[os.DirEntry[str]]:
     return good
 
 
-def _link_kind(entry: os.DirEntry[str], root: str) -> str:
-    """`folder` or `file` if the link may be followed, else the reason why not."""
+def _link_refusal(entry: os.DirEntry[str], root: str) -> str | None:
+    """Why a link is not followed, None if it is."""
     real = os.path.realpath(entry.path)
     if not os.path.exists(real):
         return "the link leads nowhere"
     if os.path.commonpath([root, real]) != root:
         return f"the link leaves the folder (to {printable(real)}); name its target as an argument"
-    if os.path.isdir(real):
-        return "folder"
-    return _refusal(entry) or "file"
+    return None
 
 
 def _refusal(entry: os.DirEntry[str]) -> str | None:
-    """Why a file found in a folder is not taken, None if it is."""
+    """Why a file found in a folder is skipped, None if it is to be read."""
     if not entry.is_file():
         return "is not a regular file"
     suffix = os.path.splitext(entry.name)[1].lower()
@@ -178,8 +177,8 @@ def _refusal(entry: os.DirEntry[str]) -> str | None:
     try:
         with open(entry.path, "rb") as file:
             head = file.read(_HEAD_BYTES)
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
+    except OSError:
+        return None  # reading it will say so
     return None if _looks_like_text(head) else f"has no ending and is not UTF-8 text; {supported}"
 
 

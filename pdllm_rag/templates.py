@@ -2,7 +2,7 @@
 
 - context stands in tags such as <context>, else between two rules of dashes, else behind a label such as "Context:" or
   "these documents:", or in the paragraphs behind "the following pieces of context", up to a label such as "Question:";
-- the question stands behind a label such as "Question:".
+- the question stands behind a label such as "Question:", in Open WebUI's template behind the context's tags.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import re
 
 _CONTEXT = r"(?:contexts?|documents?|sources?|passages?|excerpts?|snippets?)"
 _POINTING = rf"\b(?P<pointing>%s)[ \t]+(?:\w+[ \t]+){{0,3}}?{_CONTEXT}\b"
-_TAGS = re.compile(rf"<({_CONTEXT})\b[^>]*>(.*?)</\1>", re.IGNORECASE | re.DOTALL)
+_TAG = re.compile(rf"</?{_CONTEXT}\b[^<>]*>", re.IGNORECASE)
+_TAGS = re.compile(rf"<({_CONTEXT})\b[^<>]*>((?:(?!<{_CONTEXT}\b).)*?)</\1>", re.IGNORECASE | re.DOTALL)  # innermost
+_OPEN_WEBUI = re.compile(rf"\A\s*### Task:.*</{_CONTEXT}>(?P<question>.*)\Z", re.IGNORECASE | re.DOTALL)
 _RULE = re.compile(r"^[ \t]*([-=_*~`#])\1{2,}[ \t]*$", re.MULTILINE)
 _LABEL = re.compile(
     rf"(?:(?:^|[.!?][ \t]+)[^\w\n]*(?:(?:retrieved|relevant|provided|reference)[ \t]+)?{_CONTEXT}"
     rf"|{_POINTING % 'following|below|given|provided|retrieved|relevant|these|this'}(?:[ \t]+\w+){{0,4}})[ \t]*:",
     re.IGNORECASE | re.MULTILINE,
 )
-_ANNOUNCED = re.compile(rf"{_POINTING % 'following|below'}.*?\n[ \t]*\n", re.IGNORECASE | re.DOTALL)
+_ANNOUNCED = re.compile(_POINTING % "following|below", re.IGNORECASE)
+_EMPTY_LINE = re.compile(r"\n[ \t]*\n")
 _QUESTION = re.compile(r"^[^\w\n]*(?:user(?:'s)?[ \t]+)?(?:question|query)[ \t]*:", re.IGNORECASE | re.MULTILINE)
 _ANSWER = re.compile(r"^[^\w\n]*(?:\w+[ \t]+)?(?:answer|response)[ \t]*:", re.IGNORECASE | re.MULTILINE)
 
@@ -45,17 +48,24 @@ def context_regions(text: str, *, is_question: bool) -> list[tuple[int, int]]:
         if is_question or not label["pointing"] or not rest_of_line.strip():
             return [(label.end(), _end(text, label.end()))]
     announced = _ANNOUNCED.search(text)
-    return [] if announced is None else [(announced.end(), _end(text, announced.end()))]
+    empty_line = announced and _EMPTY_LINE.search(text, announced.end())
+    return [(empty_line.end(), _end(text, empty_line.end()))] if empty_line else []
 
 
 def labelled_question(text: str) -> str | None:
     """What stands behind the last label of a question, up to one of an answer or of context; None without one."""
     labels = list(_QUESTION.finditer(text))
     if not labels:
-        return None
+        behind = _OPEN_WEBUI.search(text)
+        return behind and (behind["question"].strip() or None)
     start = labels[-1].end()
     following = [match.start() for pattern in (_ANSWER, _LABEL) if (match := pattern.search(text, start))]
     return text[start : min(following, default=len(text))].strip() or None
+
+
+def without_tags(text: str) -> str:
+    """A text without the tags that context is put in."""
+    return _TAG.sub("", text)
 
 
 def is_template(text: str, *, is_question: bool) -> bool:

@@ -12,6 +12,9 @@ ONE_MESSAGE = {
     "llama_index": "Context information is below.\n---------------------\n{context}\n---------------------\nGiven the "
     "context information and not prior knowledge, answer the query.\nQuery: {question}\nAnswer: ",
     "inline": "Use the following context: {context}\n\nQuestion: {question}",
+    "open webui": "### Task:\nRespond to the user query using the provided context, with citations in the format [id] "
+    '**only when the <source> tag has an id** (e.g., <source id="1">).\n\n### Guidelines:\n- Be brief.\n\n'
+    "<context>\n{context}\n</context>\n{question}",
     "markdown": "### Context:\n{context}\n\n### Question:\n{question}\n\n### Answer:\n",
 }
 SYSTEM = {

@@ -30,6 +30,7 @@ LAYERS = (
         "pdllm_rag.chunking",
         "pdllm_rag.front_matter",
         "pdllm_rag.history",
+        "pdllm_rag.html_layout",
         "pdllm_rag.metadata",
         "pdllm_rag.readers",
         "pdllm_rag.sources",

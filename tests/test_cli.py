@@ -257,9 +257,9 @@ def test_a_binary_file_among_good_ones_is_reported_and_the_others_go_in(
     (folder / "noise.txt").write_bytes(bytes(range(256)) * 8)
     argv = ("prefill", folder, "--store", tmp_path / "kb", "--model", tiny_model_path)
     outcome = pdllm(*argv)
-    assert outcome.status == 0
+    assert outcome.status == 3
     assert "3 documents: 2 added, 0 updated, 0 unchanged, 1 failed" in outcome.out
-    told = " ".join(outcome.out.partition("Failed:")[2].split())
+    (told,) = [line for line in outcome.err.splitlines() if line.startswith("pdllm: failed: ")]
     assert told.count("noise.txt") == 1
     assert "binary" in told
     (failed,) = one_object(pdllm(*argv, "--json"))["documents"]["failed"]

@@ -61,7 +61,9 @@ def test_a_run_whose_processes_are_killed_ends_with_the_store_of_one_process(
     (docs / "0000.txt").write_text("Buoy 1 weighs 310 kilograms.")
     (docs / "empty.txt").write_text("")
     argv = ("prefill", docs, "--store", tmp_path / "kb", "--model", model, "--chunk-len", CHUNK_LEN, "--json")
-    told = one_object(pdllm(*argv, "--ray", "--workers", 1))
+    outcome = pdllm(*argv, "--ray", "--workers", 1)
+    assert outcome.status == 3
+    told = one_object(outcome)
     assert {name: told["documents"][name] for name in ("added", "updated", "unchanged")} == {
         "added": 0,
         "updated": 1,

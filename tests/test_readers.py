@@ -173,7 +173,7 @@ def test_html_is_laid_out_without_links_scripts_and_menus():
         "<ul><li>x</li></ul><img alt='pic'>",
         head="<title> A &amp;\n B </title>",
     )
-    assert source.text.split("\n\n") == ["Head", "one two", "a    b b\nccc  d", "  * x"]
+    assert source.text.split("\n\n") == ["Head", "one two", "| a | b b |\n| ccc | d |", "  * x"]
     assert (source.title, source.media_type, source.pages) == ("A & B", "text/html", None)
 
 
@@ -221,19 +221,52 @@ def test_deeply_nested_html_loses_nothing_or_is_refused():
         html("<div>" * 5000 + "deep")
 
 
+def test_a_layout_that_would_unfold_beyond_the_limit_is_refused_at_once():
+    begin = time.perf_counter()
+    with pytest.raises(UnreadableDocumentError, match="unfolds to at least"):
+        html("<ul>" * 200 + "<li>x" * 60_000)
+    assert time.perf_counter() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("<tr><th>Part<th>Price<tr><td>Buoy<td>12 EUR", "| Part | Price |\n| Buoy | 12 EUR |"),
+        ("<caption>C</caption><thead><tr><th>a<th>b</thead><tbody><tr><td>c<td>d", "C\n| a | b |\n| c | d |"),
+        ("<tr><td><p>Part\nno.</p><td><div>12<br>EUR</div>", "| Part no. | 12 EUR |"),
+        ("<tr><td>k<td><ul><li>x<li>y</ul>", "| k | * x * y |"),
+        ("<tr><td>a<td><td>b<tr><td> <td>&nbsp;", "| a | | b |"),
+        ("<tr><td>a<tr><td>b", "a\nb"),
+        ("<!-- c -->stray<tr><!-- c --><td>a<td style='display:none'>no<td><script>no</script>", "stray\n| a | | |"),
+        ("<tr><td>Menu<td><h1>Head</h1><p>One.<p>Two.", "Menu\n\nHead\n\nOne.\n\nTwo."),
+        ("<tr><td>1<br>2<td><pre>if a:\n  b</pre>", "1\n2\n\nif a:\n  b"),
+        (
+            "<tr><td>Boat<td><table><tr><td>length<td>3 m<tr><td>weight<td>2 t</table><td>red",
+            "Boat\n\n| length | 3 m |\n| weight | 2 t |\n\nred",
+        ),
+    ],
+)
+def test_a_row_of_a_table_is_a_line_and_a_table_for_layout_is_none(body, text):
+    assert html(f"<p>before<table>{body}</table><p>after").text == f"before\n\n{text}\n\nafter"
+
+
 @pytest.mark.parametrize(
     "body",
     [
-        "<table><tr><td>" + "x" * 100_000 + "</td></tr>" + "<tr><td>a</td></tr>" * 1000 + "</table>",
-        "<ul>" * 200 + "<li>x" * 60_000,
+        "<table><tr><td>" + "x" * 100_000 + "</td></tr>" + "<tr><td>a<td>b</td></tr>" * 1000 + "</table>",
+        "<table><tr><td>a<td>b<td>" * 150 + "c" + "</table>" * 150,
+        "<table><tr><td>a" * 50 + "<tr><td>b<td>c" * 2000 + "</table>" * 50,
     ],
-    ids=["table", "list"],
+    ids=["wide", "nested", "nested and long"],
 )
-def test_a_layout_that_would_unfold_beyond_the_limit_is_refused_at_once(body):
-    begin = time.perf_counter()
-    with pytest.raises(UnreadableDocumentError, match="unfolds to at least"):
-        html(body)
-    assert time.perf_counter() - begin < 5
+def test_a_table_takes_no_more_text_than_its_source(body):
+    assert len(html(body).text) <= len(body)
+
+
+def test_terms_and_their_definitions_are_lines():
+    assert html("<dl><dt>Buoy<dd>It floats.<dt>Mast<dd>It stands.</dl>").text.split("\n") == [
+        "Buoy", "It floats.", "Mast", "It stands."
+    ]  # fmt: skip
 
 
 # PDF

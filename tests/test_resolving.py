@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from pdllm_store import MemoryStore
@@ -167,6 +169,21 @@ def test_headings_between_stored_texts_stay_in_the_prompt(resolver: Resolver) ->
     assert "Source: b.txt" in resolved.turns[0]["content"]
 
 
+def test_tags_around_each_source_are_no_context(engine: RagEngine, ids: dict[str, bytes]) -> None:
+    """Open WebUI gives each its number and its file's name."""
+    sources = [f'<source id="{i}" name="{i}-a-file-of-some-longer-name.txt">{text}</source>' for i, text in enumerate(
+        (STORED["a"], FOREIGN, STORED["b"]))]  # fmt: skip
+    for some, chunks, context in (
+        (sources, ["a", "b"], [FOREIGN]),
+        (sources[1:2], [], [FOREIGN]),
+        (sources[:1], ["a"], []),
+    ):
+        prompt = user(ONE_MESSAGE["open webui"].format(context="\n".join(some), question=QUESTION))
+        resolved = engine.resolver.prompt(prompt)
+        assert (resolved.chunks, resolved.context) == ([ids[name] for name in chunks], context)
+        assert resolved.turns == user(QUESTION)
+
+
 def test_a_question_between_stored_texts_is_no_context(resolver: Resolver) -> None:
     question = "Question: which of the two boats sails first, and from which pier?"
     resolved = resolver.prompt(user(context_of(STORED["a"], question, STORED["b"])), "error")
@@ -232,6 +249,29 @@ def test_chosen_chunks_bring_their_scores_and_are_all_read(engine: RagEngine, id
     assert answer.stats.support is not None
     assert other.stats.support is not None
     assert other.stats.support < answer.stats.support
+
+
+@pytest.mark.parametrize("window", [0.5, math.inf])
+@pytest.mark.parametrize("chosen", ["retrieved", "given by id", "pasted", "given and pasted", "the only one"])
+def test_what_was_not_scored_has_no_score(engine: RagEngine, ids: dict[str, bytes], chosen: str, window: float) -> None:
+    """None, and null in JSON, is never taken for the score of a perfect chunk."""
+    options: dict[str, Any] = {"score_window": window, "abstain": False, "max_new_tokens": 8}
+    material: dict[str, dict[str, Any]] = {
+        "retrieved": {"k": 2},
+        "given by id": {"chunk_ids": list(ids.values())},
+        "pasted": {"context": [FOREIGN]},
+        "given and pasted": {"chunk_ids": [ids["b"]], "context": [FOREIGN]},
+        "the only one": {"filter": {"doc_id": "b"}},
+    }
+    answer = engine.answer(QUESTION, **material[chosen], **options)
+    is_scored = chosen == "retrieved" and window == 0.5
+    assert answer.citations
+    assert all((citation.score is not None) == is_scored for citation in answer.citations)
+    assert all((one["score"] is not None) == is_scored for one in answer.as_dict()["citations"])
+    if chosen in ("retrieved", "the only one"):
+        found = engine.retrieve(QUESTION, score_window=window, **material[chosen])
+        assert found
+        assert all((one.score is not None) == is_scored for one in found)
 
 
 def test_retrieval_leaves_out_what_lies_below_its_window(engine: RagEngine) -> None:

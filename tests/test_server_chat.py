@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from pdllm_store import MemoryStore
+from prompt_templates import ONE_MESSAGE
 from serving import KEY, Site, parsed, served
 from test_engine import TEXTS
 
@@ -221,3 +223,72 @@ def test_the_stream_is_json_line_by_line(site: Site, model: str) -> None:
     lines = [line for line in response.text.splitlines() if line]
     assert all(line.startswith("data: ") for line in lines)
     assert all(json.loads(line[6:])["object"] == "chat.completion.chunk" for line in lines[:-1])
+
+
+# -- context pasted into prompts -------------------------------------------------------------------------------
+
+STORED = TEXTS["beta"].replace(". ", ".\n")  # its chunks are short, so each must fill a line
+FOREIGN = "The grey ferry crosses at noon from the pier behind the market hall."
+
+
+@pytest.mark.parametrize("name", ONE_MESSAGE)
+@pytest.mark.parametrize("held", ["stored", "other", "both", "nothing"])
+def test_a_prompt_with_context_is_read_as_the_components_read_it(
+    site: Site, model: str, engine: RagEngine, name: str, held: str
+) -> None:
+    context = {"stored": STORED, "other": FOREIGN, "both": f"{STORED}\n\n{FOREIGN}", "nothing": ""}[held]
+    prompt = user(ONE_MESSAGE[name].format(context=context, question="When does the train leave?"))
+    resolved = engine.resolver.prompt(prompt)
+    expected = engine.answer(resolved.turns, **resolved.material(), max_new_tokens=8)
+    got = chat(site, model, prompt, max_tokens=8).json()
+    assert got["choices"][0]["message"]["content"] == expected.text
+    assert got["citations"] == expected.as_dict()["citations"]
+    assert {citation["doc_id"] for citation in got["citations"]} == {
+        "stored": {"beta"}, "other": {"<context>"}, "both": {"beta", "<context>"}, "nothing": set()
+    }[held]  # fmt: skip
+    kv = got["kv"]
+    n_chunks = len({ref.chunk_id for ref in engine.store.refs(engine.fingerprint) if ref.doc_id == "beta"})
+    assert kv["recognised"] == kv["hit"] == (n_chunks if held in ("stored", "both") else 0)
+    assert kv["unmatched_chars"] == (len(FOREIGN) if held in ("other", "both") else 0)
+    last = chat(site, model, prompt, max_tokens=8, stream=True).text.strip().split("\n\n")[-2]
+    assert parsed(last)[1]["kv"] == kv
+
+
+def test_a_bare_question_and_one_that_is_to_be_looked_for_are(site: Site, model: str) -> None:
+    assert chat(site, model, user("When does the train leave?"), max_tokens=8).json()["kv"]["recognised"] == 0
+    empty = user(ONE_MESSAGE["lcel"].format(context="", question="When does the train leave?"))
+    assert chat(site, model, empty, max_tokens=8).json()["kv"]["candidates"] == 0
+    assert chat(site, model, empty, max_tokens=8, retrieval=True).json()["kv"]["hit"] > 0
+
+
+def test_the_limit_of_a_question_counts_what_is_to_be_encoded_for_it(site: Site, model: str) -> None:
+    """Stored text is read from the store, however much of it there is."""
+    for context, status in (("\n".join([STORED] * 50), 200), (f"{FOREIGN} " * 120, 422)):
+        prompt = user(ONE_MESSAGE["stuff"].format(context=context, question="When does the train leave?"))
+        assert len(prompt[0]["content"]) > 8000
+        assert chat(site, model, prompt, max_tokens=8).status_code == status
+
+
+def test_context_does_not_make_a_question_of_an_answer(site: Site, model: str) -> None:
+    system = {"role": "system", "content": f"Use these documents:\n\n{TEXTS['beta']}"}
+    refused = chat(site, model, [system, *user("And?"), {"role": "assistant", "content": "Yes."}])
+    assert refused.status_code == 422
+
+
+def test_a_pasted_prompt_passes_over_the_filter_of_the_engine(
+    engine: RagEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "options", engine.options.with_changes({"filter": {"doc_id": "alpha"}}))
+    prompt = user(ONE_MESSAGE["lcel"].format(context=STORED, question="When does the train leave?"))
+    with served(engine) as site:
+        name = site.client.get("/v1/models").json()["data"][0]["id"]
+        got = chat(site, name, prompt, max_tokens=8).json()
+    assert {citation["doc_id"] for citation in got["citations"]} == {"beta"}
+
+
+@pytest.mark.parametrize("unit", ["<context>x</context>", "<context", "following context "])
+def test_the_longest_body_does_not_hold_the_server_up(engine: RagEngine, unit: str) -> None:
+    """It takes a second or two, and at the square of its length a minute."""
+    started = time.perf_counter()
+    engine.resolver.prompt([{"role": "system", "content": unit * (2**18 // len(unit))}, *user("Who?")])
+    assert time.perf_counter() - started < 30

@@ -271,7 +271,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "broken.pdf": lambda: b"%PDF-1.7\n" + b"1 0 obj <<" * 10_000,
     "deep.html": lambda: b"<div>" * 500_000 + b"x",
     "tables.html": lambda: b"<table><tr><td>" * 5_000 + b"x",
-    "wide.html": lambda: b"<table>" + b"<tr><td>x</td></tr>" * 3000 + b"<tr><td>" + b"y" * 90_000 + b"</table>",
+    "indented.html": lambda: b"<ul>" * 200 + b"<li>x" * 20_000,
 }
 
 

@@ -63,13 +63,14 @@ def test_dot_files_and_dot_folders_are_skipped(tmp_path):
     assert found.problems == []
 
 
-def test_unsupported_endings_are_problems_and_text_without_an_ending_is_taken(tmp_path):
+def test_unsupported_endings_are_skipped_and_text_without_an_ending_is_taken(tmp_path):
     write(tmp_path, "README", "table.csv", "a.md")
     (tmp_path / "program").write_bytes(b"\x7fELF\0\0")
     (tmp_path / "cut").write_bytes(b"x" * 8191 + "é".encode())
     found = find([tmp_path])
     assert ids(found) == ["README", "a.md", "cut"]
-    reasons = {Path(problem.path).name: problem.reason for problem in found.problems}
+    assert found.problems == []
+    reasons = {Path(problem.path).name: problem.reason for problem in found.skipped}
     assert "'.csv' is not supported" in reasons["table.csv"]
     assert ".pdf" in reasons["table.csv"]
     assert "not UTF-8 text" in reasons["program"]
@@ -154,8 +155,6 @@ def test_undecodable_names_are_printable_problems(tmp_path):
 def test_a_named_pipe_is_a_problem_and_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     os.mkfifo(tmp_path / "pipe")
-    assert [p.reason for p in find([tmp_path, tmp_path / "pipe"]).problems] == [
-        "is not a regular file",
-        "is not a regular file",
-        "is neither a regular file nor a folder",
-    ]
+    found = find([tmp_path, tmp_path / "pipe"])
+    assert [p.reason for p in found.skipped] == ["is not a regular file", "is not a regular file"]
+    assert [p.reason for p in found.problems] == ["is neither a regular file nor a folder"]

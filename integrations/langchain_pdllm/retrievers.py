@@ -19,7 +19,7 @@ class PDLLMRetriever(SearchComponent, BaseRetriever):
 
     `invoke(question, k=2)` and every other field from `k` to `score_window` work per call and win there. A document's
     id is its chunk's id, so that `as_message` can refer to it. Its metadata holds the stored document's own; source,
-    unless that has one; doc_id, chunk_id, ordinal, start_index; score (mean log-likelihood, 0.0 when there was nothing
+    unless that has one; doc_id, chunk_id, ordinal, start_index; score (mean log-likelihood, None when there was nothing
     to choose from) and margin (how far the best candidate stands out, if scored); and page where known.
     """
 

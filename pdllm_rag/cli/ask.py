@@ -134,10 +134,9 @@ def _show(answer: Answer, args: argparse.Namespace, console: Console) -> None:
     """What stands under the text: sources, or that there are none, and what the answer cost."""
     console.print()
     if answer.stats.supported:
-        scored = any(citation.score for citation in answer.citations)
         console.print(Text("Sources", style="bold"))
         for number, citation in enumerate(answer.citations, start=1):
-            _show_citation(number, citation, console, scored=scored)
+            _show_citation(number, citation, console)
     else:
         nothing = (
             f"No source: the documents in {args.store} do not hold an answer to this question."
@@ -152,11 +151,12 @@ def _show(answer: Answer, args: argparse.Namespace, console: Console) -> None:
     print_indented(console, _cost(answer.stats), indent=0, style="dim")
 
 
-def _show_citation(number: int, citation: Citation, console: Console, *, scored: bool) -> None:
+def _show_citation(number: int, citation: Citation, console: Console) -> None:
     place = [] if citation.page is None else [f"page {citation.page}"]
     if citation.page_end is not None:
         place = [f"pages {citation.page} to {citation.page_end}"]
-    place += [f"chunk {citation.ordinal}", f"score {citation.score:.2f}" if scored else "not scored"]
+    score = "not scored" if citation.score is None else f"score {citation.score:.2f}"
+    place += [f"chunk {citation.ordinal}", score]
     line = Text.assemble(f"{number:>2}  ", (visible_name(citation.doc_id), "cyan"), (f"  {', '.join(place)}", "dim"))
     console.print(line, soft_wrap=True)
     print_indented(console, citation.quote, indent=4)

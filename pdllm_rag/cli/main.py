@@ -1,6 +1,7 @@
 """The `pdllm` command: its commands, its exit status and its errors.
 
-- exit status 0: done; 1: an error, told in one line on stderr; 2: wrong usage; 130: interrupted;
+- exit status 0: done; 1: an error, told in one line on stderr; 2: wrong usage; 3: done, but for documents that failed
+  (prefill); 130: interrupted;
 - results go to stdout, everything else (progress, warnings, errors) to stderr;
 - a command module has `add_parser(commands)`, which sets `run`; it imports the engine only when it runs, so
   that help and usage errors come at once.

@@ -42,9 +42,10 @@ from pdllm_rag.cli.values import positive_int, size
 if TYPE_CHECKING:
     from pdllm_store import KVDtype, ModelFingerprint
 
-    from pdllm_rag.prefill import Failure, PrefillReport
+    from pdllm_rag.prefill import PrefillReport
     from pdllm_rag.prefill import Progress as Step
 
+SOME_FAILED = 3  # exit status
 KV_DTYPES = ("bfloat16", "int8", "float32")
 
 
@@ -83,7 +84,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prefill; 1 if there were documents and every one of them failed."""
+    """Prefill; 1 if every document failed, `SOME_FAILED` if some did, and the others went in."""
     if wrong := prefill_ray.complaint(args):
         args.usage_error(wrong)
     if (nothing := _nothing_to_read(args)) is not None:
@@ -131,7 +132,8 @@ def _nothing_to_read(args: argparse.Namespace) -> PrefillReport | None:
     if is_url(args.store) or os.path.exists(os.path.join(args.store, "data.mdb")):
         return None
     found = find(args.paths, id_prefix=args.id_prefix)
-    return None if found.files else PrefillReport(failed=[Failure(*problem) for problem in found.problems])
+    failed, skipped = ([Failure(*problem) for problem in some] for some in (found.problems, found.skipped))
+    return None if found.files else PrefillReport(failed=failed, skipped=skipped)
 
 
 def _tell(report: PrefillReport, args: argparse.Namespace, costs: Sequence[str] = ()) -> int:
@@ -148,7 +150,11 @@ def _tell(report: PrefillReport, args: argparse.Namespace, costs: Sequence[str] 
         write_json(report.as_dict())
     else:
         _show(report, costs, results())
-    return 1 if report.failed and not n_good else 0
+    for failure in report.failed:
+        say("failed", failure.reason if failure.path in failure.reason else f"{failure.path}: {failure.reason}")
+    if not report.failed:
+        return 0
+    return SOME_FAILED if n_good else 1
 
 
 def _show(report: PrefillReport, costs: Sequence[str], console: Console) -> None:
@@ -158,7 +164,7 @@ def _show(report: PrefillReport, costs: Sequence[str], console: Console) -> None
     for line in costs:
         console.print(line)
     for title, entries in (
-        ("Failed", [_reason(failure) for failure in report.failed]),
+        ("Skipped, files of kinds that are not read", [f"{file.path}: {file.reason}" for file in report.skipped]),
         ("Missing, their files are gone (--prune deletes them)", report.missing),
         ("Deleted, their files are gone or fall to another shard", report.pruned),
     ):
@@ -174,11 +180,8 @@ def _documents(report: PrefillReport) -> str:
     parts = [f"{report.added:,} added", f"{report.updated:,} updated", f"{report.unchanged:,} unchanged"]
     parts += [f"{len(report.failed):,} failed", f"{len(report.missing):,} missing"]
     parts += [f"{len(report.pruned):,} pruned"] if report.pruned else []
+    parts += [f"{counted(len(report.skipped), 'file')} skipped"] if report.skipped else []
     return f"{counted(n_all, 'document')}: {', '.join(parts)}"
-
-
-def _reason(failure: Failure) -> str:
-    return failure.reason if failure.path in failure.reason else f"{failure.path}: {failure.reason}"
 
 
 def _speed(report: PrefillReport) -> str:

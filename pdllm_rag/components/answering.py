@@ -109,11 +109,7 @@ class AnswerComponent(AskComponent):
         kept = kept_turns(resolved.turns, engine.model.tokenizer.encode, max_history_tokens)
         if (is_named or resolved.chunks is not None) and given.get("filter") is None:
             arguments.pop("filter", None)  # the component's own is for retrieval
-        context = [*_listed(arguments.get("context")), *resolved.context]
-        if context:
-            arguments["context"] = context
-        if resolved.chunks or (resolved.chunks is not None and not context):
-            arguments["chunk_ids"] = resolved.chunks
+        arguments.update(resolved.material(_listed(arguments.get("context"))))
         return Request(engine, kept, arguments, len(turns), resolved.recognised, resolved.unmatched_chars)
 
     def part(self, chunk: Any) -> Part:
@@ -170,4 +166,4 @@ def document_part(document_id: str | None, text: str, metadata: Mapping[str, Any
     chunk_id = metadata.get("chunk_id", document_id)
     if not isinstance(chunk_id, str) or not _CHUNK_ID.fullmatch(chunk_id):
         return Part(text, None)
-    return Part(text, Chosen(chunk_id, metadata.get("score") or 0.0, metadata.get("margin")))
+    return Part(text, Chosen(chunk_id, metadata.get("score"), metadata.get("margin")))

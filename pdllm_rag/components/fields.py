@@ -1,6 +1,7 @@
 """Fields that the components of every framework share, and what they become for the engine.
 
 - the engine is opened at the first call, never made a field, and shared between copies;
+- closing one lets the engine go, and the next call opens it again;
 - a pickle holds the store's path and opens it again where it is loaded;
 - options are checked when a component is made; an option of None is the engine's default;
 - an option of a call wins over the component's.
@@ -12,7 +13,7 @@ import os
 import threading
 from collections.abc import Collection, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 ENGINE_NAMES = {"max_tokens": "max_new_tokens"}  # options that the frameworks know by another name
 Number = Annotated[float, Strict()]
+Opened = TypeVar("Opened")
 MATERIAL: dict[str, Any] = {  # further arguments of `engine.answer`
     "chunk_ids": list[Any],
     "context": str | list[str],
@@ -61,7 +63,24 @@ class EngineHandle:
         return EngineHandle, ()
 
 
-class StoreComponent(BaseModel):
+class Closing:
+    """Can be closed, by hand or at the end of a `with`."""
+
+    def close(self) -> None:
+        """Let the engine go; a store opened by its path is closed once no component in the process holds it.
+
+        Answers that are running finish first. May be called again; the next use of the object opens the store anew.
+        """
+        raise NotImplementedError  # each has its own
+
+    def __enter__(self: Opened) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class StoreComponent(Closing, BaseModel):
     """A component over one store and one model.
 
     Attributes:
@@ -115,9 +134,14 @@ class StoreComponent(BaseModel):
         if self._handle.key != key:  # of a copy with another store or model
             self._handle = EngineHandle()
             self._handle.key = key
-        if self._handle.engine is None:
-            self._handle.engine = shared_engine(*place, create=self._creates)
-        return self._handle.engine
+        engine = self._handle.engine  # another thread may close the component meanwhile
+        if engine is None:
+            engine = self._handle.engine = shared_engine(*place, create=self._creates)
+        return engine
+
+    def close(self) -> None:
+        """See `Closing`; its copies let the engine go with it."""
+        self._handle.engine = None
 
     def identity(self) -> dict[str, Any]:
         """Store, its generation, and model: what an answer depends on besides the options."""

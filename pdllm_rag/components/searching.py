@@ -21,7 +21,7 @@ class Hit(NamedTuple):
 
     chunk_id: str
     text: str
-    score: float
+    score: float | None
     char_end: int
     metadata: dict[str, Any]
 

@@ -31,6 +31,7 @@ from pdllm_rag.evaluation.metrics import contained, proportion
 from pdllm_rag.evaluation.needles import TASKS
 from pdllm_rag.models.loader import LoadedModel
 from pdllm_rag.placement import plan_offsets
+from pdllm_rag.retrieval import is_near
 from pdllm_rag.support import says_nothing
 from pdllm_rag.transcript import Transcript
 
@@ -254,7 +255,7 @@ def _unread(engine: RagEngine, question: str, wanted: str, *, answered: bool) ->
     window = options.window_for(engine.model.spec.family)
     for chunk in found:
         if chunk.ref.doc_id == wanted:
-            near = window is None or chunk.score >= found[0].score - window
+            near = is_near(chunk.score, found[0].score, window)
             return "window" if answered or not near else None
     candidates = engine.retrieve(question, k=max(options.k, options.candidates))
     return "scoring" if any(chunk.ref.doc_id == wanted for chunk in candidates) else "first_stage"

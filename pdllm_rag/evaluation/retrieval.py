@@ -218,7 +218,7 @@ def differences(values: Sequence[Mapping[str, float]], others: Sequence[Mapping[
 
 def _scores(engine: RagEngine, text: str, stage: FirstStage, candidates: int) -> dict[ChunkRef, float]:
     found = engine.retrieve(text, k=candidates, candidates=candidates, score_window=ALL_KEPT, first_stage=stage)
-    return {chunk.ref: chunk.score for chunk in found}
+    return {chunk.ref: chunk.score or 0.0 for chunk in found}  # a single one is not scored
 
 
 def _ms_since(started: float) -> float:

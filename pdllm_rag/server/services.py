@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from pdllm_rag.answer import Answer, AnswerStats
 from pdllm_rag.engine import RagEngine
 from pdllm_rag.events import Final, Messages, StreamEvent, TextDelta
+from pdllm_rag.resolving import Resolved
 from pdllm_rag.server.failures import ApiError, as_api_error
 from pdllm_rag.server.ingest import Ingest
 from pdllm_rag.server.metrics import Metrics
@@ -45,9 +46,16 @@ class Services:
         if value is not None and value > limit:
             raise ApiError(422, f"{name} is {value:,}, the limit is {limit:,}", "too_large", param=name)
 
-    def check_question(self, text: str) -> None:
-        """Raises ApiError 422 if a question is too long."""
-        self.check_limit("the question's length", len(text), self.settings.max_question_chars)
+    def check_question(self, text: str, n_more: int = 0) -> None:
+        """Raises ApiError 422 if a question, with further characters to be encoded for it, is too long."""
+        self.check_limit("the question's length", len(text) + n_more, self.settings.max_question_chars)
+
+    async def resolve(self, messages: Messages) -> Resolved:
+        """A conversation without the context that is pasted into it; raises ApiError."""
+        try:
+            return await asyncio.to_thread(self.engine.resolver.prompt, messages)
+        except Exception as error:
+            raise as_api_error(error) from error
 
     async def ask(
         self, request: Request, question: str | Messages, *, alone: bool = False, **options: Any

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 from command_line import Outcome
-from langchain_pdllm import ChatPDLLM, PDLLMRetriever
+from langchain_pdllm import ChatPDLLM, PDLLMRetriever, as_message
 from llama_index.core.base.llms.types import ChatMessage, CitationBlock
+from llama_index.core.vector_stores.types import VectorStoreQuery
 from llama_index.llms.pdllm import PDLLM
+from llama_index.retrievers.pdllm import PDLLMQueryEngine, PDLLMSynthesizer
 from llama_index.retrievers.pdllm import PDLLMRetriever as NodeRetriever
+from llama_index.vector_stores.pdllm import PDLLMVectorStore
 from pdllm_store import MemoryStore
 from serving import served
 from test_readers import pdf
@@ -108,3 +111,25 @@ def test_a_document_of_a_store_from_before_has_no_pages(tiny_model: LoadedModel)
         report = engine.prefill([InputDocument("a", PAGES[0], "a", **given)])
         assert (report.updated, report.chunks_computed) == (1, 0)
         assert engine.answer("boats", abstain=False, max_new_tokens=1).citations[0].page == 1
+
+
+def test_a_single_chunk_has_no_score_anywhere(
+    place: dict[str, str], engine: RagEngine, pdllm: Callable[..., Outcome]
+) -> None:
+    """Nothing is scored where there is nothing to choose: None, null and "not scored", never 0."""
+    question = "boats sail dawn"
+    argv = ("ask", question, *(f"--{n}={v}" for n, v in place.items()), "--max-new-tokens", 1, "--no-abstain")
+    assert "chunk 0, not scored" in pdllm(*argv).out
+    assert '"score": null' in pdllm(*argv, "--json").out
+    with served(engine) as site:
+        assert site.ask(question).json()["citations"][0]["score"] is None
+    (document,) = PDLLMRetriever(**place).invoke(question)
+    assert document.metadata["score"] is None
+    message = ChatPDLLM(**place, **OPTIONS).invoke([as_message([document], question)])
+    assert message.response_metadata["citations"][0]["score"] is None
+    (scored,) = NodeRetriever(**place).retrieve(question)
+    response = PDLLMSynthesizer(**place, **OPTIONS).synthesize(question, [scored])
+    assert (scored.score, response.source_nodes[0].score) == (None, None)
+    assert PDLLMQueryEngine(**place, **OPTIONS).query(question).source_nodes[0].score is None
+    found = PDLLMVectorStore(**place).query(VectorStoreQuery(query_str=question, similarity_top_k=2))
+    assert (len(found.nodes or ()), found.similarities) == (1, None)

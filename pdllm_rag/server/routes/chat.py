@@ -2,6 +2,8 @@
 
 - the last message, the user's, is the question; retrieval looks for it alone. Of the earlier ones those are put before
   it that `history` keeps; `history` in the answer says how many of how many;
+- context that a client has pasted into a prompt is read instead of what retrieval would find (`resolving`), and nothing
+  if a template for it is empty; `kv` in the answer says how much was recognised;
 - a chat UI's own errands (a title for the conversation, tags, follow-ups) ask nothing of the documents: they are
   recognised by the wording of such prompts, or by `"retrieval": false`, and the model answers them alone;
 - what the model cannot do (tools, several choices, log-probabilities) is refused, not ignored.
@@ -13,7 +15,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -26,6 +28,7 @@ from pdllm_rag.decoding.kinds import KINDS
 from pdllm_rag.events import Final, StreamEvent, TextDelta
 from pdllm_rag.history import kept_turns
 from pdllm_rag.policies import POLICIES
+from pdllm_rag.resolving import Resolved
 from pdllm_rag.server.failures import ApiError
 from pdllm_rag.server.routes import sse
 from pdllm_rag.server.services import Services, usage
@@ -75,7 +78,10 @@ class Completion(BaseModel):
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     seed: Annotated[int | None, Field(ge=0, lt=2**63)] = None
     stop: StrictStr | Annotated[list[StrictStr], Field(max_length=16)] | None = None
-    retrieval: Annotated[StrictBool | None, Field(description="false: answer without the documents")] = None
+    retrieval: Annotated[
+        StrictBool | None,
+        Field(description="false: answer without the documents; true: look in them whatever the prompt holds"),
+    ] = None
     n: Literal[1, None] = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -128,48 +134,55 @@ def router(services: Services) -> APIRouter:
         options = body.options()
         services.check_limit("max_tokens", options.get("max_new_tokens"), services.settings.max_answer_tokens)
         messages = [message.plain() for message in body.messages]
-        question = messages[-1]["content"]
-        alone = body.retrieval is False or (body.retrieval is None and _ERRANDS.search(question) is not None)
+        question = messages[-1]
+        alone = body.retrieval is False or (body.retrieval is None and _ERRANDS.search(question["content"]) is not None)
+        resolved = Resolved(messages, None, [], 0, 0)
+        if body.retrieval is None and not alone and question["role"] == "user":
+            resolved = await services.resolve(messages)
         if not alone:
-            services.check_question(question)
+            services.check_question(resolved.turns[-1]["content"], resolved.unmatched_chars)
+        if material := resolved.material():
+            options |= {**material, "filter": {}}  # an engine's own is for retrieval
         encode, room = services.engine.model.tokenizer.encode, services.settings.max_history_tokens
-        kept = await asyncio.to_thread(kept_turns, messages, encode, room)  # a long talk takes its time to be counted
+        kept = await asyncio.to_thread(
+            kept_turns, resolved.turns, encode, room
+        )  # a long talk takes its time to be counted
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
         history = {"kept": len(kept) - 1, "given": len(messages) - 1}
+
+        def own(answer: Answer) -> dict[str, Any]:
+            read = {"recognised": resolved.recognised, "unmatched_chars": resolved.unmatched_chars}
+            kv = {**answer.stats.chunks._asdict(), **read}
+            return {"citations": answer.as_dict()["citations"], "history": history, "kv": kv}
+
         if not body.stream:
             answer = await services.answer(request, kept, alone=alone, **options)
-            return JSONResponse(_completion(head, answer, history))
+            return JSONResponse(_completion(head, answer, own(answer)))
         events = services.ask(request, kept, alone=alone, **options)
         first = await anext(events)  # so that what fails before it has its own status
         include_usage = body.stream_options is not None and body.stream_options.include_usage
-        return sse.stream(_chunks(head, first, events, history, include_usage=include_usage))
+        return sse.stream(_chunks(head, first, events, own, include_usage=include_usage))
 
     return routes
 
 
-def _completion(head: dict[str, Any], answer: Answer, history: dict[str, int]) -> dict[str, Any]:
+def _completion(head: dict[str, Any], answer: Answer, own: dict[str, Any]) -> dict[str, Any]:
     message = {"role": "assistant", "content": answer.text}
     choice = {"index": 0, "message": message, "finish_reason": answer.stats.finish_reason, "logprobs": None}
-    own = {"citations": _citations(answer), "history": history}
     return {**head, "object": "chat.completion", "choices": [choice], "usage": usage(answer.stats), **own}
-
-
-def _citations(answer: Answer) -> list[dict[str, Any]]:
-    citations: list[dict[str, Any]] = answer.as_dict()["citations"]
-    return citations
 
 
 async def _chunks(
     head: dict[str, Any],
     first: StreamEvent,
     events: AsyncGenerator[StreamEvent, None],
-    history: dict[str, int],
+    own: Callable[[Answer], dict[str, Any]],
     *,
     include_usage: bool,
 ) -> AsyncIterator[bytes]:
-    def chunk(delta: dict[str, Any] | None, finish_reason: str | None = None, **own: Any) -> bytes:
+    def chunk(delta: dict[str, Any] | None, finish_reason: str | None = None, **more: Any) -> bytes:
         choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": finish_reason}]
-        return sse.message({**head, "object": "chat.completion.chunk", "choices": choices, **own})
+        return sse.message({**head, "object": "chat.completion.chunk", "choices": choices, **more})
 
     try:
         yield chunk({"role": "assistant", "content": ""})
@@ -179,10 +192,9 @@ async def _chunks(
                 yield chunk({"content": event.text})
             event = await anext(events)
         answer = event.answer
-        own: dict[str, Any] = {"citations": _citations(answer), "history": history}
-        yield chunk({}, answer.stats.finish_reason, **own)
+        yield chunk({}, answer.stats.finish_reason, **own(answer))
         if include_usage:
-            yield chunk(None, usage=usage(answer.stats), **own)
+            yield chunk(None, usage=usage(answer.stats), **own(answer))
         yield b"data: [DONE]\n\n"
     except ApiError as error:
         yield sse.message(error.body())

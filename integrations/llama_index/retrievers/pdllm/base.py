@@ -11,13 +11,14 @@ from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.callbacks.base import CallbackManager
 from llama_index.core.schema import NodeRelationship, NodeWithScore, QueryBundle, RelatedNodeInfo, TextNode
 
+from pdllm_rag.components.fields import Closing
 from pdllm_rag.components.searching import SearchComponent
 
 if TYPE_CHECKING:
     from pdllm_store import ChunkStore
 
 
-class PDLLMRetriever(BaseRetriever):
+class PDLLMRetriever(Closing, BaseRetriever):
     """Returns the chunks that the model expects to help most, best first.
 
     A node's id is its chunk's id. Its metadata holds the stored document's own; source, unless that has one; doc_id,
@@ -50,6 +51,10 @@ class PDLLMRetriever(BaseRetriever):
     def similarity_top_k(self) -> int:
         """Most chunks to return."""
         return self._search.k
+
+    def close(self) -> None:
+        """See `Closing`."""
+        self._search.close()
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return [

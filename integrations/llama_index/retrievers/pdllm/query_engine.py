@@ -14,8 +14,10 @@ from llama_index.llms.pdllm.base import PDLLM
 from llama_index.retrievers.pdllm.responses import arespond, asked, respond
 from llama_index.retrievers.pdllm.synthesizer import answering
 
+from pdllm_rag.components.fields import Closing
 
-class PDLLMQueryEngine(BaseQueryEngine):
+
+class PDLLMQueryEngine(Closing, BaseQueryEngine):
     """Retrieves and answers in one go; the source nodes are the chunks that the answer cites.
 
     Args:
@@ -34,6 +36,10 @@ class PDLLMQueryEngine(BaseQueryEngine):
         self._llm = answering(type(self).__name__, llm, fields)
         self._streaming = streaming
         super().__init__(callback_manager=callback_manager or self._llm.callback_manager)
+
+    def close(self) -> None:
+        """See `Closing`; it is the LLM that is closed."""
+        self._llm.close()
 
     def _get_prompt_modules(self) -> dict[str, Any]:
         return {}

@@ -17,10 +17,12 @@ from llama_index.llms.pdllm.base import PDLLM
 from llama_index.retrievers.pdllm.responses import arespond, asked, respond
 from llama_index_instrumentation import get_dispatcher
 
+from pdllm_rag.components.fields import Closing
+
 dispatcher = get_dispatcher(__name__)
 
 
-class PDLLMSynthesizer(BaseSynthesizer):
+class PDLLMSynthesizer(Closing, BaseSynthesizer):
     """Answers from exactly the nodes it is given, by reading their chunks' KV from the store.
 
     Nodes of another retriever are looked for in the store by their text (`PDLLM.on_unmatched` says what becomes of what
@@ -45,6 +47,10 @@ class PDLLMSynthesizer(BaseSynthesizer):
     ) -> None:
         self._answering = answering(type(self).__name__, llm, fields)
         super().__init__(llm=self._answering, streaming=streaming, callback_manager=callback_manager)
+
+    def close(self) -> None:
+        """See `Closing`; it is the LLM that is closed."""
+        self._answering.close()
 
     @dispatcher.span
     def synthesize(

@@ -81,9 +81,9 @@ class PDLLMVectorStore(SearchComponent, BasePydanticVectorStore):
         given = {"k": query.similarity_top_k, "filter": wanted or None}
         hits = self.search(query.query_str, given) if is_possible else []
         nodes = [chunk_node(hit.chunk_id, hit.text, hit.char_end, hit.metadata) for hit in hits]
-        return VectorStoreQueryResult(
-            nodes=nodes, similarities=[hit.score for hit in hits], ids=[node.node_id for node in nodes]
-        )
+        scores = [hit.score for hit in hits if hit.score is not None]
+        similarities = scores if len(scores) == len(hits) else None  # nothing was scored
+        return VectorStoreQueryResult(nodes=nodes, similarities=similarities, ids=[node.node_id for node in nodes])
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """As `add`, in a thread."""
