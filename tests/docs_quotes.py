@@ -257,10 +257,10 @@ QUOTES: dict[str, dict[str, list[Any]]] = {
                 "| | batch 8, {:.0f} s | batch 1, {:.0f} s |": ("seconds",),
             }.items()
         },
-        "between batches {:.0f} at first, {:.0f} after a minute, {:,.0f} at the end | {:.0f} to {:.0f} |": each(
-            "server_load", *(f"runs/{run}/rss_mb/{at}" for run, at in ((0, 0), (0, 6), (0, 30), (1, 3), (1, 10)))
+        "31st of the readings | {:,.0f}, {:,.0f}, {:,.0f} | {:,.0f}, {:,.0f}, {:,.0f} |": each(
+            "server_load", *(f"runs/{run}/rss_mb/{at}" for run in (0, 1) for at in (0, 15, 30))
         ),
-        "{:.1f} times as many questions as one at a time, and none of {:,.0f} probes of `/health`": [
+        "{:.1f} times as many questions as one at a time, none of {:,.0f} probes of `/health`": [
             ("server_load", "runs/0/questions_per_s", "/runs/1/questions_per_s"),
             ("server_load", ("runs/0/health_ms/probes", "runs/1/health_ms/probes")),
         ],
