@@ -1,5 +1,6 @@
 """A persistent store of chunk keys and values, and of the documents that refer to them."""
 
+from pdllm_store import posix  # noqa: F401
 from pdllm_store.backup import export_store, import_store
 from pdllm_store.errors import (
     ChunkDiffersError,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,3 +82,10 @@ def test_no_module_reads_pickles() -> None:
         attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         assert not imported & {"pickle", "shelve", "marshal"}, path
         assert not attributes & {"load_state_dict", "UntypedStorage"}, path
+
+
+def test_windows_is_told_that_it_cannot_be_used() -> None:
+    program = "import sys; sys.platform = 'win32'; import pdllm_store"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: pdllm_store locks files as POSIX does")
