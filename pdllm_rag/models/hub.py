@@ -1,6 +1,7 @@
 """From a model's name to its folder: bundled, local, or a snapshot of a hub repository.
 
-Of a repository only data is fetched: safetensors, JSON, tokenizer files, templates, licence and card; no code, no pickle.
+Of a repository only data is fetched: safetensors, JSON, tokenizer files, templates, licence and card; no code, no
+pickle.
 `HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN` and the rest of huggingface_hub's settings hold.
 """
 
