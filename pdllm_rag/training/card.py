@@ -60,8 +60,9 @@ class Base(NamedTuple):
         name = folder.resolve().name if Path(model).expanduser().exists() else model
         known = name if "/" in name else front.get("base_model") or []
         ids = tuple(map(str, known if isinstance(known, list) else [known]))
-        licence = {key: front[key] for key in ("license_name", "license_link") if key in front}
-        return cls(name, digest_of(folder), ids, {"license": front.get("license") or "unknown", **licence})
+        licence: dict[str, Any] = {"license": front.get("license") or "unknown"}
+        licence |= {key: front[key] for key in ("license_name", "license_link") if key in front}
+        return cls(name, digest_of(folder), ids, licence)
 
 
 @dataclass(frozen=True)
@@ -194,10 +195,11 @@ def _n_parameters(file: Path) -> int:
     """Of the values that the stored ones stand for: scales of rounded matrices do not count."""
     with safe_open(file, "pt") as tensors:
         shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-    stored = {
-        name: shape for name, shape in shapes.items() if name.removesuffix("_scale") not in shapes.keys() - {name}
-    }
-    return sum(math.prod(shape) * (2 if name.endswith(packed.SUFFIX) else 1) for name, shape in stored.items())
+    return sum(
+        math.prod(shape) * (2 if name.endswith(packed.SUFFIX) else 1)
+        for name, shape in shapes.items()
+        if not (name.endswith("_scale") and name.removesuffix("_scale") in shapes)
+    )
 
 
 def _losses(log: Path | None) -> dict[str, Any]:

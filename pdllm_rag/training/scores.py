@@ -41,7 +41,7 @@ def write_scores(folder: Path, reports: Sequence[Path]) -> None:
         model, data = settings.get("model") or figures.get("model", _UNKNOWN), figures.get("data", _UNKNOWN)
         command = shlex.join(map(nameable, shlex.split(report.get("command", _UNKNOWN))))
         date = report.get("date", _UNKNOWN)
-        origins.append((path.name, nameable(model), measured, nameable(data), date, command.strip("'")))
+        origins.append((path.name, nameable(str(model)), measured, nameable(str(data)), date, command))
     section = table(("report", "measure", "n", "value", "95 % interval"), rows) + "\n\n"
     section += table(("report", "model", "BLAKE3 of weights and config", "data", "date", "command"), origins)
     head, _, rest = text.partition(f"\n{SCORES}\n")
