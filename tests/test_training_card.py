@@ -47,7 +47,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
             context = f"Buoy {number * 37} weighs {number + 30} kilograms and lies off pier {number * 11}."
             question = f"How heavy is buoy {number * 37}?"
             print(
-                json.dumps({"context": context, "question": question, "answer": f"{number + 30} kilograms"}), file=lines
+                json.dumps(
+                    {"context": context, "question": question, "answer": f"{number + 30} kilograms" if number else ""}
+                ),
+                file=lines,
             )
     return file
 
@@ -131,8 +134,10 @@ def test_the_command_does_the_same_again(trained: Callable[..., Path], tmp_path:
         assert not has_folders(start)
 
 
-def test_the_card_changes_neither_weights_nor_what_is_stored_with_them(trained: Callable[..., Path]) -> None:
+def test_the_card_is_the_same_again_and_changes_no_fingerprint(trained: Callable[..., Path]) -> None:
     folder = trained("adapt")
+    first = (folder / "README.md").read_text()
+    assert (trained("adapt") / "README.md").read_text() == first  # gone on with at its end: no step is taken
     with_card = load_model(str(folder))
     (folder / "README.md").unlink()
     without = load_model(str(folder))
@@ -182,14 +187,15 @@ def test_scores_are_put_in_and_all_else_stays(
     before = card.read_text() + "\n## In our own words\n\nIt is small.\n"
     card.write_text(before)
     asked = tmp_path / "asked.jsonl"
-    row = json.loads(rows.read_text().splitlines()[0])
+    row = json.loads(rows.read_text().splitlines()[1])
     asked.write_text(json.dumps({"question": row["question"], "answers": [row["answer"]], "context": row["context"]}))
     answers = one_object(pdllm("eval", "qa", "--data", str(asked), "--model", str(folder), "--json"))
     qa, decoders = tmp_path / "qa.json", tmp_path / "decoders.json"
     command = f"pdllm eval qa --data {asked} --model {folder} --json"
     qa.write_text(json.dumps({"command": command, "date": "2026-01-31", "result": answers}))
+    retrieval = {"given": {"n": 6, "n_retrieval": 5, "recall_at_4": ESTIMATE}}
     setting = {"setting": "static_kv threshold=1.0", "f1": ESTIMATE, "against_baseline": {"f1": ESTIMATE}}
-    decoders.write_text(json.dumps({"model": "/somewhere/result", "n": 7, "quality": [setting]}))
+    decoders.write_text(json.dumps({"model": "/somewhere/result", "n": 7, "quality": [setting], **retrieval}))
     assert one_object(pdllm("train", "card", str(folder), "--scores", str(qa), str(decoders), "--json"))["card"]
     after = card.read_text()
     mark = "\n## Scores\n"
@@ -200,6 +206,7 @@ def test_scores_are_put_in_and_all_else_stays(
     assert f"| qa.json | answerable, f1 | 1 | {value['value']:.3f} | {interval} |" in after
     assert "| decoders.json | static_kv threshold=1.0, f1 | 7 | 0.750 | 0.500 to 0.900 |" in after
     assert "| decoders.json | static_kv threshold=1.0, against_baseline, f1 | 7 |" in after
+    assert "| decoders.json | given, recall_at_4 | 5 | 0.750 |" in after
     assert "by_min_support" not in after
     assert "2026-01-31 | pdllm eval qa --data asked.jsonl --model result --json |" in after
     assert "| decoders.json | result | not recorded | not recorded | not recorded | not recorded |" in after
@@ -258,13 +265,15 @@ def test_sources_that_say_too_little_are_refused_before_training(
     ],
 )
 def test_a_licence_is_what_the_card_of_the_base_says(
-    tmp_path: Path, card: str | None, ids: tuple[str, ...], licence: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, card: str | None, ids: tuple[str, ...], licence: dict[str, str]
 ) -> None:
     folder = save_tiny_model(tmp_path / "base")
     if card is not None:
         (folder / "README.md").write_text(card)
     found = Base.of(str(folder))
     assert (found.name, found.ids, found.licence) == ("base", ids, licence)
+    monkeypatch.setattr("pdllm_rag.training.card.locate", lambda _: folder)
+    assert Base.of("owner/tiny")[::2] == ("owner/tiny", ("owner/tiny",))
 
 
 def test_a_card_that_somebody_wrote_is_left_as_it_is(trained: Callable[..., Path], tmp_path: Path) -> None:
