@@ -8,11 +8,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdllm_rag.cli import train_card
 from pdllm_rag.cli.bench_values import count, list_of
 from pdllm_rag.cli.console import on_terminal, progress_bar, results, say, write_json
 from pdllm_rag.cli.values import not_negative, positive_int, probability, seed, share
 
 if TYPE_CHECKING:
+    from pdllm_rag.training.card import Origin
     from pdllm_rag.training.runs import Run
     from pdllm_rag.training.texts import Corpus, Mixture
 
@@ -52,7 +54,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_row(rounding, context_len=1024, canvas_len=512)
     rounding.add_argument("--seed", type=seed, default=0, metavar="N", help="of samples and masks (default: 0)")
     rounding.add_argument("--json", action="store_true", help="print one JSON object and no progress")
-    rounding.set_defaults(run=run_round, recipe="short")
+    rounding.set_defaults(run=run_round)
+    train_card.add_parser(kinds)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +69,8 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exclude", nargs="+", default=[], metavar="PATH", help="texts never to be trained on, nor what resembles them"
     )
+    parser.add_argument("--sources", metavar="FILE.json",
+                        help="sources of the data, for the model card: [{name, licence, url}, ...]")  # fmt: skip
 
 
 def _add_row(parser: argparse.ArgumentParser, *, context_len: int, canvas_len: int) -> None:
@@ -126,10 +131,12 @@ def run(args: argparse.Namespace) -> int:
     from pdllm_rag.bench.plots import check_plot
     from pdllm_rag.training import runs
     from pdllm_rag.training.adapters import LoraShape
+    from pdllm_rag.training.card import write_card
     from pdllm_rag.training.noise import MonotoneNoise
 
     check_plot(args.plot)
-    settings = _settings(args)
+    origin = train_card.origin(args)
+    settings = _settings(args, origin)
     with progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
         task = bar.add_task("Training", total=args.steps)
 
@@ -147,6 +154,8 @@ def run(args: argparse.Namespace) -> int:
             else:
                 noise = MonotoneNoise(args.block_len, (args.noise[0], args.noise[1]))
                 folder = runs.train_d2f(settings, lora, report, noise)
+    recipe = train_card.recipe(settings.folder, **_texts(settings.training, settings.validation))
+    write_card(folder, origin, recipe, settings.folder / "log.jsonl")
     if args.plot is not None:
         from pdllm_rag.evaluation.plots import plot_curves
 
@@ -161,8 +170,11 @@ def run(args: argparse.Namespace) -> int:
 def run_round(args: argparse.Namespace) -> int:
     """Round and say where the result is."""
     from pdllm_rag.training import runs
+    from pdllm_rag.training.card import write_card
     from pdllm_rag.training.items import Shape
 
+    origin = train_card.origin(args)
+    training, held = _mixtures(args, args.model[0], "short")
     shape = Shape(context_len=args.context_len, canvas_len=args.canvas_len)
     with progress_bar(live=on_terminal(sys.stderr) and not args.json) as bar:
         task = bar.add_task("Rounding", total=None)
@@ -171,9 +183,10 @@ def run_round(args: argparse.Namespace) -> int:
             bar.update(task, completed=layer + 1)
 
         folder = runs.round_mean(
-            args.model, _mixtures(args, args.model[0])[0], Path(args.out), report,
-            shape=shape, n_batches=args.batches, seed=args.seed,
-        )  # fmt: skip
+            args.model, training, Path(args.out), report, shape=shape, n_batches=args.batches, seed=args.seed
+        )
+    recipe = {"rounding": "4bit", "rows": args.batches, "positions": args.batches * shape.row_len, "seed": args.seed}
+    write_card(folder, origin, recipe | _texts(training, held))
     if args.json:
         write_json({"result": str(folder), "models": args.model})
     else:
@@ -181,13 +194,20 @@ def run_round(args: argparse.Namespace) -> int:
     return 0
 
 
-def _mixtures(args: argparse.Namespace, model: str) -> tuple[Mixture, Mixture | None]:
+def _texts(training: Mixture, held: Mixture | None) -> dict[str, int]:
+    """How many texts were trained on, held out and left out."""
+    n_held = held.corpus.n_texts if held else 0
+    corpus = training.corpus
+    return {"texts trained on": corpus.n_texts, "texts held out": n_held, "texts excluded": corpus.n_excluded}
+
+
+def _mixtures(args: argparse.Namespace, model: str, form: str) -> tuple[Mixture, Mixture | None]:
     """Of the data: what is trained on, and what is held out (None where it holds nothing)."""
     from pdllm_rag.models.loader import read_spec
     from pdllm_rag.training.texts import Corpus, Mixture, Recipe
 
     no_answer = read_spec(model)[0].family.no_answer
-    recipe = Recipe.long() if args.recipe == "long" else Recipe()
+    recipe = Recipe.long() if form == "long" else Recipe()
     recipe = recipe if no_answer is None else replace(recipe, not_found=no_answer)
     training, held = Corpus.read(args.data, exclude=args.exclude).split()
     if training.n_excluded:
@@ -195,13 +215,13 @@ def _mixtures(args: argparse.Namespace, model: str) -> tuple[Mixture, Mixture | 
     return Mixture(training, recipe), Mixture(held, recipe) if _holds(held) else None
 
 
-def _settings(args: argparse.Namespace) -> Run:
+def _settings(args: argparse.Namespace, origin: Origin) -> Run:
     from pdllm_rag.training.items import Shape
     from pdllm_rag.training.loop import Plan
     from pdllm_rag.training.runs import Run
 
-    start = _start(args, Path(args.out))
-    training, validation = _mixtures(args, start)
+    start = _start(args, Path(args.out), origin)
+    training, validation = _mixtures(args, start, args.recipe)
     plan = Plan(
         steps=args.steps, lr=args.lr, warmup=args.warmup, seed=args.seed, workers=args.workers,
         save_every=args.save_every, validate_every=args.validate_every,
@@ -222,11 +242,12 @@ def _settings(args: argparse.Namespace) -> Run:
     )
 
 
-def _start(args: argparse.Namespace, folder: Path) -> str:
+def _start(args: argparse.Namespace, folder: Path, origin: Origin) -> str:
     """The checkpoint to begin with; one that is to be pruned, or given a mask, is written into the run's folder."""
     if args.kind != "adapt" or not (args.keep_layers or args.vocabulary or args.bos or args.mask_in_place_of):
         return str(args.model)
     from pdllm_rag.models.hub import locate
+    from pdllm_rag.training.card import write_card
     from pdllm_rag.training.pruning import prune
 
     if args.mask_in_place_of is None:
@@ -235,6 +256,8 @@ def _start(args: argparse.Namespace, folder: Path) -> str:
     start = folder / "start"
     prune(locate(args.model), start, mask_in_place_of=args.mask_in_place_of, layers=args.keep_layers,
           vocabulary=args.vocabulary, bos=args.bos)  # fmt: skip
+    cut = {"layers": args.keep_layers, "vocabulary": args.vocabulary, "mask": args.mask_in_place_of, "bos": args.bos}
+    write_card(start, replace(origin, kind="prune", data=(), sources=()), cut)
     return str(start)
 
 

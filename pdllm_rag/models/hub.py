@@ -1,6 +1,7 @@
 """From a model's name to its folder: bundled, local, or a snapshot of a hub repository.
 
-Of a repository only data is fetched: safetensors, JSON, tokenizer files, templates and the licence; no code, no pickle.
+Of a repository only data is fetched: safetensors, JSON, tokenizer files, templates, licence and card; no code, no
+pickle.
 `HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN` and the rest of huggingface_hub's settings hold.
 """
 
@@ -15,7 +16,7 @@ BUNDLED = {"demo": Path(__file__).parent / "demo"}
 BUNDLED_ADAPTERS = {"demo-d2f": Path(__file__).parent / "demo_d2f"}  # for the canvas rows of "demo"
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_SMALL = ["*.json", "merges.txt", "*.jinja", "LICENSE*"]
+_SMALL = ["*.json", "merges.txt", "*.jinja", "LICENSE*", "README.md"]
 
 
 def locate(name: str, *, revision: str | None = None, weights: bool = True) -> Path:

@@ -74,7 +74,7 @@ class Corpus:
             ValueError: a row that is none of the three forms, or a file of another kind.
         """
         reading = _Reading()
-        for path in _files(paths):
+        for path in data_files(paths):
             if ".jsonl" in path.suffixes:
                 for place, row in _rows(path):
                     reading.add(place, row)
@@ -128,6 +128,12 @@ class Corpus:
         """Passages, evidence sentences and passages of prose."""
         return len(self.passages) + len(self.evidence) + len(self.prose)
 
+    @property
+    def n_samples(self) -> int:
+        """Questions, answered or not, and passages of prose."""
+        asked = sum(len(one.rows) + len(one.free) + len(one.misses) for one in self.passages)
+        return asked + len(self.evidence) + len(self.prose)
+
     def texts(self) -> Iterator[str]:
         """All texts."""
         yield from (passage.text for passage in self.passages)
@@ -169,7 +175,8 @@ class _Reading:
         return Corpus(tuple(self.passages.values()), tuple(self.evidence), tuple(self.prose))
 
 
-def _files(paths: Sequence[Path | str]) -> Iterator[Path]:
+def data_files(paths: Sequence[Path | str]) -> Iterator[Path]:
+    """The files that `Corpus.read` reads, those of a folder by name. Raises as it does."""
     for path in map(Path, paths):
         found = [path]
         if path.is_dir():
