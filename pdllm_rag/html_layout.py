@@ -51,7 +51,7 @@ def _flatten_tables(tree: Any, text_of: Callable[[Any], str]) -> None:
         text_of: lays out an element and the text behind it.
     """
     for row in list(tree.iter("tr")):
-        if row.find(".//table") is not None or row.find(".//pre") is not None:
+        if any(row.find(f".//{tag}") is not None for tag in ("table", "tr", "pre")):
             continue
         found = [(child.tag in _CELLS, text_of(child).strip()) for child in row]
         cells = [text for is_cell, text in [(False, (row.text or "").strip()), *found] if is_cell or text]

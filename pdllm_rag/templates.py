@@ -14,9 +14,9 @@ _POINTING = rf"\b(?P<pointing>%s)[ \t]+(?:\w+[ \t]+){{0,3}}?{_CONTEXT}\b"
 _TAG = re.compile(rf"</?{_CONTEXT}\b[^<>]*>", re.IGNORECASE)
 _TAGS = re.compile(rf"<({_CONTEXT})\b[^<>]*>((?:(?!<{_CONTEXT}\b).)*?)</\1>", re.IGNORECASE | re.DOTALL)  # innermost
 _OPEN_WEBUI = re.compile(rf"\A\s*### Task:.*</{_CONTEXT}>(?P<question>.*)\Z", re.IGNORECASE | re.DOTALL)
-_RULE = re.compile(r"^[ \t]*([-=_*~`#])\1{2,}[ \t]*$", re.MULTILINE)
+_RULE = re.compile(r"^[ \t]*([-=_*#])\1{2,}[ \t]*$", re.MULTILINE)
 _LABEL = re.compile(
-    rf"(?:(?:^|[.!?][ \t]+)[^\w\n]*(?:(?:retrieved|relevant|provided|reference)[ \t]+)?{_CONTEXT}"
+    rf"(?:(?:^|[.!?][ \t]+)[^\w\n]{{0,8}}(?:(?:retrieved|relevant|provided|reference)[ \t]+)?{_CONTEXT}"
     rf"|{_POINTING % 'following|below|given|provided|retrieved|relevant|these|this'}(?:[ \t]+\w+){{0,4}})[ \t]*:",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -38,13 +38,14 @@ def context_regions(text: str, *, is_question: bool) -> list[tuple[int, int]]:
     """
     if found := [match.span(2) for match in _TAGS.finditer(text)]:
         return found
+    if is_question and _QUESTION.search(text) is None:
+        return []
     rules = list(_RULE.finditer(text))
     if len(rules) > 1:
         return [(rules[0].end(), rules[-1].start())]
-    if is_question and _QUESTION.search(text) is None:
-        return []
     for label in _LABEL.finditer(text):
-        rest_of_line = text[label.end() :].partition("\n")[0]
+        line_end = text.find("\n", label.end())
+        rest_of_line = text[label.end() : line_end if line_end >= 0 else len(text)]
         if is_question or not label["pointing"] or not rest_of_line.strip():
             return [(label.end(), _end(text, label.end()))]
     announced = _ANNOUNCED.search(text)

@@ -131,3 +131,17 @@ def test_a_merge_of_other_stores_ends_with_one_line(pdllm: Pdllm, filled: Path, 
 def test_a_fingerprint_is_known_without_the_weights(tmp_path: Path, options: dict[str, object]) -> None:
     folder = str(save_tiny_model(tmp_path, **options))  # type: ignore[arg-type]
     assert read_fingerprint(folder, "int8") == load_model(folder).fingerprint("int8")
+
+
+def test_a_shard_without_a_readable_document_has_not_failed(
+    pdllm: Pdllm, tmp_path: Path, tiny_model_path: Path
+) -> None:
+    texts = tmp_path / "docs"
+    texts.mkdir()
+    (texts / "good.txt").write_text("The boat sails at dawn.")
+    (texts / "gone.txt").symlink_to("nowhere.txt")
+    statuses = {
+        pdllm("prefill", texts, "--store", tmp_path / "kb", "--model", tiny_model_path, "--shard", f"{shard}/3").status
+        for shard in (1, 2, 3)
+    }
+    assert statuses == {3}

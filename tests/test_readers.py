@@ -237,6 +237,7 @@ def test_a_layout_that_would_unfold_beyond_the_limit_is_refused_at_once():
         ("<tr><td>k<td><ul><li>x<li>y</ul>", "| k | * x * y |"),
         ("<tr><td>a<td><td>b<tr><td> <td>&nbsp;", "| a | | b |"),
         ("<tr><td>a<tr><td>b", "a\nb"),
+        ("<tr><td>a<td><div><tr><td>b<td>c</div>", "a\n\n  | b | c |"),
         ("<!-- c -->stray<tr><!-- c --><td>a<td style='display:none'>no<td><script>no</script>", "stray\n| a | | |"),
         ("<tr><td>Menu<td><h1>Head</h1><p>One.<p>Two.", "Menu\n\nHead\n\nOne.\n\nTwo."),
         ("<tr><td>1<br>2<td><pre>if a:\n  b</pre>", "1\n2\n\nif a:\n  b"),

@@ -232,33 +232,55 @@ FOREIGN = "The grey ferry crosses at noon from the pier behind the market hall."
 
 
 @pytest.mark.parametrize("name", ONE_MESSAGE)
-@pytest.mark.parametrize("held", ["stored", "other", "both", "nothing"])
-def test_a_prompt_with_context_is_read_as_the_components_read_it(
+@pytest.mark.parametrize("held", ["stored", "both"])
+def test_a_prompt_with_stored_chunks_is_read_as_the_components_read_it(
     site: Site, model: str, engine: RagEngine, name: str, held: str
 ) -> None:
-    context = {"stored": STORED, "other": FOREIGN, "both": f"{STORED}\n\n{FOREIGN}", "nothing": ""}[held]
+    context = {"stored": STORED, "both": f"{STORED}\n\n{FOREIGN}"}[held]
     prompt = user(ONE_MESSAGE[name].format(context=context, question="When does the train leave?"))
     resolved = engine.resolver.prompt(prompt)
     expected = engine.answer(resolved.turns, **resolved.material(), max_new_tokens=8)
     got = chat(site, model, prompt, max_tokens=8).json()
     assert got["choices"][0]["message"]["content"] == expected.text
     assert got["citations"] == expected.as_dict()["citations"]
-    assert {citation["doc_id"] for citation in got["citations"]} == {
-        "stored": {"beta"}, "other": {"<context>"}, "both": {"beta", "<context>"}, "nothing": set()
-    }[held]  # fmt: skip
+    sources = {"stored": {"beta"}, "both": {"beta", "<context>"}}[held]
+    assert {citation["doc_id"] for citation in got["citations"]} == sources
     kv = got["kv"]
     n_chunks = len({ref.chunk_id for ref in engine.store.refs(engine.fingerprint) if ref.doc_id == "beta"})
-    assert kv["recognised"] == kv["hit"] == (n_chunks if held in ("stored", "both") else 0)
-    assert kv["unmatched_chars"] == (len(FOREIGN) if held in ("other", "both") else 0)
+    assert kv["recognised"] == kv["hit"] == n_chunks
+    assert kv["unmatched_chars"] == (len(FOREIGN) if held == "both" else 0)
     last = chat(site, model, prompt, max_tokens=8, stream=True).text.strip().split("\n\n")[-2]
     assert parsed(last)[1]["kv"] == kv
 
 
-def test_a_bare_question_and_one_that_is_to_be_looked_for_are(site: Site, model: str) -> None:
-    assert chat(site, model, user("When does the train leave?"), max_tokens=8).json()["kv"]["recognised"] == 0
-    empty = user(ONE_MESSAGE["lcel"].format(context="", question="When does the train leave?"))
-    assert chat(site, model, empty, max_tokens=8).json()["kv"]["candidates"] == 0
-    assert chat(site, model, empty, max_tokens=8, retrieval=True).json()["kv"]["hit"] > 0
+CONVERSATION = [
+    [*user("When does the train leave?")],
+    [*user("Hi, I bought a ticket.\nQuestion: when does the train leave?")],
+    [*user("When does the train leave? I got\n```\nERR 5\n```\nfrom it")],
+    [*user("How do I write <source>x</source> in HTML?")],
+    [*user("Sources: a friend told me.\n---\nWhen does the train leave?\n---")],
+    [{"role": "system", "content": "You help customers.\n\n---\n\nBe brief and kind.\n\n---"}, *user("The train?")],
+    [{"role": "system", "content": "Cite every statement. Source: [n]. Documents:\n"}, *user("The train?")],
+    *([*user(template.format(context=FOREIGN, question="The train?"))] for template in ONE_MESSAGE.values()),
+    *([*user(template.format(context="", question="The train?"))] for template in ONE_MESSAGE.values()),
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATION)
+def test_without_stored_text_a_message_is_looked_for_as_it_stands(
+    site: Site, model: str, engine: RagEngine, messages: list[dict[str, str]]
+) -> None:
+    expected = engine.answer(messages, max_new_tokens=8)
+    got = chat(site, model, messages, max_tokens=8).json()
+    assert got["choices"][0]["message"]["content"] == expected.text
+    assert got["citations"] == expected.as_dict()["citations"]
+    assert got["kv"]["hit"] > 0 == got["kv"]["recognised"] == got["kv"]["unmatched_chars"]
+
+
+def test_a_pasted_prompt_that_is_to_be_looked_for_is(site: Site, model: str) -> None:
+    prompt = user(ONE_MESSAGE["lcel"].format(context=STORED, question="When does the train leave?"))
+    assert chat(site, model, prompt, max_tokens=8).json()["kv"]["recognised"] > 0
+    assert chat(site, model, prompt, max_tokens=8, retrieval=True).json()["kv"]["recognised"] == 0
 
 
 def test_the_limit_of_a_question_counts_what_is_to_be_encoded_for_it(site: Site, model: str) -> None:
@@ -286,7 +308,9 @@ def test_a_pasted_prompt_passes_over_the_filter_of_the_engine(
     assert {citation["doc_id"] for citation in got["citations"]} == {"beta"}
 
 
-@pytest.mark.parametrize("unit", ["<context>x</context>", "<context", "following context "])
+@pytest.mark.parametrize(
+    "unit", ["<context>x</context>", "<context", "following context ", ". . ", "! ", "Question: x\n! "]
+)
 def test_the_longest_body_does_not_hold_the_server_up(engine: RagEngine, unit: str) -> None:
     """It takes a second or two, and at the square of its length a minute."""
     started = time.perf_counter()

@@ -153,8 +153,16 @@ def test_the_long_recipe_asks_for_longer_answers() -> None:
 
 @pytest.mark.parametrize(
     "corpus",
-    [Corpus(CORPUS.passages), Corpus(evidence=CORPUS.evidence), Corpus(prose=PROSE), Corpus(CORPUS.passages[:1])],
-    ids=["questions", "evidence", "prose", "one passage"],
+    [
+        Corpus(CORPUS.passages),
+        Corpus(evidence=CORPUS.evidence),
+        Corpus(prose=PROSE),
+        Corpus(CORPUS.passages[:1]),
+        Corpus(
+            tuple(Passage(passage.text, passage.source, free=passage.free) for passage in CORPUS.passages)
+        ),  # answered in other words only
+    ],
+    ids=["questions", "evidence", "prose", "one passage", "other words"],
 )
 def test_a_corpus_of_one_sort_of_text_is_enough(corpus: Corpus) -> None:
     for index in range(60):

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from pdllm_rag.models.rope import Rope
 
 # On a CPU oneDNN keeps, up to 1,024 of them, each 16-bit matrix product that it has compiled: half a megabyte and two
-# milliseconds for each number of rows. They are rounded up to multiples of this, which changes no bit of a row.
+# milliseconds for each number of rows. They are rounded up to multiples of this, which changes a row by rounding at
+# most. Loops that call the layers themselves (dyllm) are not.
 _EVEN_ROWS = 32
 
 

@@ -138,7 +138,9 @@ def router(services: Services) -> APIRouter:
         alone = body.retrieval is False or (body.retrieval is None and _ERRANDS.search(question["content"]) is not None)
         resolved = Resolved(messages, None, [], 0, 0)
         if body.retrieval is None and not alone and question["role"] == "user":
-            resolved = await services.resolve(messages)
+            read = await services.resolve(messages)
+            if read.recognised:  # else "Context:" and the like are words of a conversation
+                resolved = read
         if not alone:
             services.check_question(resolved.turns[-1]["content"], resolved.unmatched_chars)
         if material := resolved.material():
@@ -151,8 +153,8 @@ def router(services: Services) -> APIRouter:
         history = {"kept": len(kept) - 1, "given": len(messages) - 1}
 
         def own(answer: Answer) -> dict[str, Any]:
-            read = {"recognised": resolved.recognised, "unmatched_chars": resolved.unmatched_chars}
-            kv = {**answer.stats.chunks._asdict(), **read}
+            pasted = {"recognised": resolved.recognised, "unmatched_chars": resolved.unmatched_chars}
+            kv = {**answer.stats.chunks._asdict(), **pasted}
             return {"citations": answer.as_dict()["citations"], "history": history, "kv": kv}
 
         if not body.stream:

@@ -59,6 +59,7 @@ class Mixture:
         passages = corpus.passages
         weigh = [self.recipe.source_weight(passage.source) for passage in passages]
         self._asked = _Weighted.of({at: weigh[at] * min(len(one.rows), 5) for at, one in enumerate(passages)})
+        self._read = self._asked if self._asked.indices else _Weighted.of(dict.fromkeys(range(len(passages)), 1.0))
         self._free = _Weighted.of(
             {at: float(sum(min(len(row.answer), 200) for row in one.free)) for at, one in enumerate(passages)}
         )
@@ -169,7 +170,7 @@ class Mixture:
             near = [at for at in self._lexicon.neighbours(draft.parts[0].text) if corpus.passages[at].rows]
             near = [at for at in near if not draft.overlaps(corpus.passages[at].text)]
         for _ in range(_N_TRIES):
-            at = rng.choice(near) if near else self._asked.draw(rng)
+            at = rng.choice(near) if near else self._read.draw(rng)
             if len(corpus.passages[at].text) <= limit:
                 break
         return Part.of_passage(corpus.passages[at], limit, rng)
