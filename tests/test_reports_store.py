@@ -181,7 +181,7 @@ def test_a_document_that_is_too_large_does_not_keep_others_of_the_call_out(
         assert [info.doc_id for info in engine.documents()] == ["a", "z"]
 
 
-def test_prefill_into_a_full_store_ends_with_1_and_one_line(
+def test_prefill_into_a_full_store_ends_with_1_and_a_line_for_what_failed(
     tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """https://github.com/man-group/ArcticDB/issues/866"""
@@ -190,7 +190,8 @@ def test_prefill_into_a_full_store_ends_with_1_and_one_line(
     (tmp_path / "large.txt").write_text(large(200))
     assert main(["prefill", str(tmp_path / "large.txt"), *asked, "--max-bytes", "1MiB", "--json"]) == 1
     told = capsys.readouterr()
-    assert told.err.count("\n") == 1
+    done, failed = told.err.splitlines()
+    assert done.startswith("pdllm: done: ") and failed.startswith("pdllm: failed: ")
     (failure,) = json.loads(told.out)["documents"]["failed"]
     assert failure["path"] == "large.txt"
     assert f"cap of {MIB}" in failure["reason"]
