@@ -80,15 +80,14 @@ def ray_cluster() -> Iterator[None]:
     pytest.importorskip("ray")
     from pdllm_rag.distributed.cluster import connected
 
-    def left() -> set[Path]:
-        return {*Path(tempfile.gettempdir()).glob("ray*"), *Path.home().glob(".ray")}
-
-    before = left()
-    with pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory(prefix="t") as temp, pytest.MonkeyPatch.context() as patch:  # a short path
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(tempfile, "tempdir", temp)
+        in_home = set(Path.home().glob(".ray"))
         with connected():
             yield
-    assert left() == before
+        assert list(Path(temp).iterdir()) == []
+        assert set(Path.home().glob(".ray")) == in_home
 
 
 @pytest.fixture

@@ -191,7 +191,8 @@ def test_prefill_into_a_full_store_ends_with_1_and_a_line_for_what_failed(
     assert main(["prefill", str(tmp_path / "large.txt"), *asked, "--max-bytes", "1MiB", "--json"]) == 1
     told = capsys.readouterr()
     done, failed = told.err.splitlines()
-    assert done.startswith("pdllm: done: ") and failed.startswith("pdllm: failed: ")
+    assert done.startswith("pdllm: done: ")
+    assert failed.startswith("pdllm: failed: ")
     (failure,) = json.loads(told.out)["documents"]["failed"]
     assert failure["path"] == "large.txt"
     assert f"cap of {MIB}" in failure["reason"]

@@ -261,8 +261,7 @@ CONVERSATION = [
     [*user("Sources: a friend told me.\n---\nWhen does the train leave?\n---")],
     [{"role": "system", "content": "You help customers.\n\n---\n\nBe brief and kind.\n\n---"}, *user("The train?")],
     [{"role": "system", "content": "Cite every statement. Source: [n]. Documents:\n"}, *user("The train?")],
-    *([*user(template.format(context=FOREIGN, question="The train?"))] for template in ONE_MESSAGE.values()),
-    *([*user(template.format(context="", question="The train?"))] for template in ONE_MESSAGE.values()),
+    *([*user(ONE_MESSAGE["lcel"].format(context=context, question="The train?"))] for context in (FOREIGN, "")),
 ]
 
 
@@ -308,9 +307,7 @@ def test_a_pasted_prompt_passes_over_the_filter_of_the_engine(
     assert {citation["doc_id"] for citation in got["citations"]} == {"beta"}
 
 
-@pytest.mark.parametrize(
-    "unit", ["<context>x</context>", "<context", "following context ", ". . ", "! ", "Question: x\n! "]
-)
+@pytest.mark.parametrize("unit", ["<context>x</context>", "<context", "following context ", ". . "])
 def test_the_longest_body_does_not_hold_the_server_up(engine: RagEngine, unit: str) -> None:
     """It takes a second or two, and at the square of its length a minute."""
     started = time.perf_counter()
