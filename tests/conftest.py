@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -80,11 +81,13 @@ def ray_cluster() -> Iterator[None]:
     pytest.importorskip("ray")
     from pdllm_rag.distributed.cluster import connected
 
+    in_home = set(Path.home().glob(".ray"))
     with tempfile.TemporaryDirectory(prefix="t") as temp, pytest.MonkeyPatch.context() as patch:  # a short path
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setattr(tempfile, "tempdir", temp)
-        in_home = set(Path.home().glob(".ray"))
-        with connected():
+        with ExitStack() as stack:
+            with pytest.MonkeyPatch.context() as patch_start:
+                patch_start.setattr(tempfile, "tempdir", temp)
+                stack.enter_context(connected())
             yield
         assert list(Path(temp).iterdir()) == []
         assert set(Path.home().glob(".ray")) == in_home
