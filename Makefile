@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STORE ?= demo-kb
-TWO_PROCESSES := --numprocesses 2 --dist loadgroup
+TWO_PROCESSES := --numprocesses 2 --dist loadfile
 
 .PHONY: demo test test-floors check lint types build numbers clean
 

@@ -30,14 +30,6 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of several test processes one takes a whole file, and all files that start a Ray cluster."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            group = "ray" if "ray_cluster" in getattr(item, "fixturenames", ()) else str(item.path)
-            item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Tiny tensors gain nothing from threads, and waiting threads lose much on a busy machine."""
