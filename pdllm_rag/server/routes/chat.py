@@ -2,8 +2,8 @@
 
 - the last message, the user's, is the question; retrieval looks for it alone. Of the earlier ones those are put before
   it that `history` keeps; `history` in the answer says how many of how many;
-- context that a client has pasted into a prompt is read instead of what retrieval would find (`resolving`), and nothing
-  if a template for it is empty; `kv` in the answer says how much was recognised;
+- a prompt that holds stored chunks is read as the components read it (`resolving`), instead of what retrieval would
+  find; `kv` in the answer says how much was recognised;
 - a chat UI's own errands (a title for the conversation, tags, follow-ups) ask nothing of the documents: they are
   recognised by the wording of such prompts, or by `"retrieval": false`, and the model answers them alone;
 - what the model cannot do (tools, several choices, log-probabilities) is refused, not ignored.
@@ -146,9 +146,8 @@ def router(services: Services) -> APIRouter:
         if material := resolved.material():
             options |= {**material, "filter": {}}  # an engine's own is for retrieval
         encode, room = services.engine.model.tokenizer.encode, services.settings.max_history_tokens
-        kept = await asyncio.to_thread(
-            kept_turns, resolved.turns, encode, room
-        )  # a long talk takes its time to be counted
+        # in a thread: a long talk takes its time to be counted
+        kept = await asyncio.to_thread(kept_turns, resolved.turns, encode, room)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
         history = {"kept": len(kept) - 1, "given": len(messages) - 1}
 
@@ -194,9 +193,10 @@ async def _chunks(
                 yield chunk({"content": event.text})
             event = await anext(events)
         answer = event.answer
-        yield chunk({}, answer.stats.finish_reason, **own(answer))
+        told = own(answer)
+        yield chunk({}, answer.stats.finish_reason, **told)
         if include_usage:
-            yield chunk(None, usage=usage(answer.stats), **own(answer))
+            yield chunk(None, usage=usage(answer.stats), **told)
         yield b"data: [DONE]\n\n"
     except ApiError as error:
         yield sse.message(error.body())
