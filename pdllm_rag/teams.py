@@ -46,8 +46,7 @@ def _let_threads_exit() -> None:
     time.sleep(max(0.0, _ended_at + _EXIT_SECONDS - time.monotonic()))
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_let_threads_exit)
+os.register_at_fork(before=_let_threads_exit)
 
 
 @cache
