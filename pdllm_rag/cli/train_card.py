@@ -12,8 +12,7 @@ from pdllm_rag.cli.console import results, write_json
 if TYPE_CHECKING:
     from pdllm_rag.training.card import Origin
 
-_WORDS_EACH = ("model", "data", "exclude")  # options whose values are words of their own
-_NAMES = (*_WORDS_EACH, "out", "plot", "sources")
+_NAMES = ("model", "data", "exclude", "out", "plot", "sources")  # options whose values are files, folders or models
 _NO_OPTIONS = ("command", "kind", "run", "json", "verbose", "configuration", "configured")
 
 
