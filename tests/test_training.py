@@ -24,8 +24,8 @@ from pdllm_rag.training.items import Block, Item, Shape
 from pdllm_rag.training.loop import Plan
 from pdllm_rag.training.losses import hard_loss, soft_loss
 from pdllm_rag.training.masters import ROUNDINGS, Masters
-from pdllm_rag.training.noise import DiffusionNoise
-from pdllm_rag.training.objectives import Reading
+from pdllm_rag.training.noise import DiffusionNoise, MonotoneNoise
+from pdllm_rag.training.objectives import Forcing, Reading
 from pdllm_rag.training.rows import Batch, lay_out
 from pdllm_rag.training.runs import Run, Subject, adapt, train_chunk_lora, train_d2f
 from pdllm_rag.training.texts import Exchange, Sample
@@ -191,6 +191,23 @@ def test_an_adapter_for_every_row_is_one_that_the_loader_merges(checkpoint: Path
     assert not plain.adapter_digest
     q = [m.backbone.model.model.layers[0].self_attn.q_proj.weight for m in (plain, adapted)]
     assert not torch.equal(*q)
+
+
+def test_hard_labels_are_a_share_of_the_distillation_loss(checkpoint: Path) -> None:
+    subject = Subject.open(str(checkpoint), "cpu")
+    block = Block((40, 41, 42, 50, 51, 2, 2), 3, 3, range(1, 2), None, "qa", 1.0)
+    item = Item(((0, 20, 21, 22),), (block,), "chunks", "sequential", 32)
+    batch = Batch.of([lay_out([item], SHAPE, subject.spec, MonotoneNoise(2), random.Random(0))])
+    others = batch._replace(targets=(batch.targets + 1) % subject.spec.n_tokens)
+
+    def loss(share: float, of: Batch = batch) -> float:
+        objective = Forcing(subject.backbone, subject.backbone, SHAPE.context_len, hard_labels=share)
+        return float(objective(of).loss.detach())
+
+    soft, hard = loss(0.0), loss(1.0)
+    assert loss(0.25) == pytest.approx(0.75 * soft + 0.25 * hard, rel=1e-5)
+    assert loss(0.0, others) == soft  # the teacher alone is listened to
+    assert abs(loss(1.0, others) - hard) > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft

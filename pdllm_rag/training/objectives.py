@@ -58,12 +58,15 @@ class Forcing:
     Args:
         teacher, student: over the same weights, the student's with the adapter.
         context_len: positions of a row that hold its chunks; predictions lie behind them.
+        hard_labels: share of the loss that is the cross entropy of the masked tokens themselves; the rest is under
+            the teacher's probabilities.
 
-    Source: D2F (arXiv 2508.09192), section 3.2; that chunks are encoded without the adapter is ours.
+    Source: D2F (arXiv 2508.09192), section 3.2; that chunks are encoded without the adapter, and hard labels, are ours.
     """
 
-    def __init__(self, teacher: Backbone, student: Backbone, context_len: int) -> None:
+    def __init__(self, teacher: Backbone, student: Backbone, context_len: int, *, hard_labels: float = 0.0) -> None:
         self._teacher, self._student, self._context_len = Passes(teacher), Passes(student), context_len
+        self._hard_labels = hard_labels
 
     def __call__(self, batch: Batch) -> Found:
         """See `Objective`."""
@@ -78,7 +81,10 @@ class Forcing:
             taught = self._teacher.logits(ids, predicting, tables, whole, context)
         logits = self._student.logits(ids, predicting, tables, _mask(batch.marks, first=n), context)
         weights = batch.weights.flatten()
-        return Found(soft_loss(logits, taught, weights), _accuracy(logits, taught.argmax(-1), weights))
+        loss = soft_loss(logits, taught, weights)
+        if self._hard_labels > 0:
+            loss = loss.lerp(hard_loss(logits, batch.targets.flatten(), weights), self._hard_labels)
+        return Found(loss, _accuracy(logits, taught.argmax(-1), weights))
 
 
 def _mask(marks: Marks, *, first: int = 0) -> Mask:

@@ -131,15 +131,22 @@ def train_chunk_lora(run: Run, lora: LoraShape, report: Report, noise: Diffusion
     return _save(run, subject, masters, lora)
 
 
-def train_d2f(run: Run, lora: LoraShape, report: Report, noise: MonotoneNoise | None = None) -> Path:
+def train_d2f(
+    run: Run, lora: LoraShape, report: Report, noise: MonotoneNoise | None = None, *, hard_labels: float = 0.0
+) -> Path:
     """Train an adapter that acts on canvas rows; returns its folder, which `load_model(canvas_adapter=...)` takes.
+
+    Args:
+        hard_labels: see `Forcing`.
 
     Raises: as `adapt`.
     """
     subject = Subject.open(run.model, run.device)
     student = adapted(subject.model, lora).train()
-    objective = Forcing(subject.backbone, subject.backbone.over(student), run.shape.context_len)
-    masters = _train(run, subject, objective, trained(student), noise or MonotoneNoise(), asdict(lora), report)
+    student_backbone = subject.backbone.over(student)
+    objective = Forcing(subject.backbone, student_backbone, run.shape.context_len, hard_labels=hard_labels)
+    more = {**asdict(lora), "hard_labels": hard_labels}
+    masters = _train(run, subject, objective, trained(student), noise or MonotoneNoise(), more, report)
     return _save(run, subject, masters, lora)
 
 
