@@ -123,8 +123,8 @@ def _add_common(parser: argparse.ArgumentParser, kind: str) -> None:
         parser.add_argument("--block-len", type=positive_int, default=16, metavar="N", help="rows (default: 16)")
         parser.add_argument("--noise", type=list_of(share), default=[0.2, 0.7], metavar="A,B",
                             help="the first block's share of masks, later ones up to B (default: 0.2,0.7)")  # fmt: skip
-        parser.add_argument("--hard-labels", type=probability, default=0.0, metavar="P", help="share of the loss that "
-                            "is of the masked tokens instead of the model's own probabilities (default: 0)")  # fmt: skip
+        parser.add_argument("--hard-labels", type=probability, default=0.0, metavar="P",
+                            help="share of the loss that is of the masked tokens themselves (default: 0)")  # fmt: skip
     parser.set_defaults(run=run)
 
 
