@@ -20,7 +20,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pdllm_rag.bench.machine import describe
+from pdllm_rag.models.precision import fastest_dtype
 
 ROOT = Path(__file__).parent.parent
 NUMBERS = Path(__file__).parent / "numbers"
@@ -107,7 +110,8 @@ def measure(name: str, store: Path) -> None:
     head: dict[str, Any] = {"commands": made_by} if len(made_by) > 1 else {"command": made_by[0]}
     head["date"] = date.today().isoformat()
     if not machines(record):
-        head["machine"] = describe()._asdict()
+        dtype = str(fastest_dtype(torch.device("cpu"))).removeprefix("torch.")  # no command names another
+        head["machine"] = describe()._asdict() | {"dtype": dtype}
     path.write_text(json.dumps({**head, **record, **head}, indent=1) + "\n")
 
 

@@ -284,6 +284,14 @@ QUOTES: dict[str, dict[str, list[Any]]] = {
             *interval("training_mean", f"{STEP1}/f1"),
             ("training_mean", f"{STEP1}/says that it is not there"),
         ],
+        "takes {:.3f} s (quartiles {:.3f} to {:.3f}): {:,.0f} positions a second, **{:.2f}** of the rate of a large "
+        "matrix product in the same run ({:.0f} TFLOP/s; attention and the adapter itself are not counted), at most "
+        "{:.1f} GB": [
+            *each("gpu_train_dream", "step_s/median", "step_s/q1", "step_s/q3", "positions_per_s"),
+            ("gpu_train_dream", "share_of_matmul_rate"),
+            ("gpu_train_dream", "matmul_flops_per_s", 1e-12),
+            ("gpu_train_dream", "peak_bytes", 1e-9),
+        ],
         **{
             said.replace("x", "{:+.1f}"): interval(name, f"{difference}/f1", 100)
             for said, name, difference in (

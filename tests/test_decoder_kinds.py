@@ -110,8 +110,12 @@ def test_a_model_that_a_decoder_cannot_run_on_is_refused_and_one_it_is_not_meant
         AskOptions(decoder="some", decoder_options={"eager": True}).make_decoder(tiny_model)
         assert not caplog.records
         AskOptions(decoder="some").make_decoder(tiny_model)
-    assert "decoder 'some' is not meant for" in caplog.text
-    assert "it was trained eagerly" in caplog.text
+        assert "decoder 'some' is not meant for" in caplog.text
+        assert "it was trained eagerly" in caplog.text
+        AskOptions(decoder="some").make_decoder(tiny_model)
+        assert len(caplog.records) == 1  # not with every question
+        AskOptions(decoder="some").make_decoder(replace(tiny_model))
+    assert len(caplog.records) == 2  # but of every model
 
 
 def test_every_kind_has_its_own_name_and_options_that_are_valid_as_they_come() -> None:

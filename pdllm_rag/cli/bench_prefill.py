@@ -60,7 +60,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_model(args: argparse.Namespace) -> LoadedModel:
-    """The model of a command line; without `--device` a checkpoint is loaded on the CPU.
+    """The model of a command line.
 
     Raises:
         ValueError: `--layers` without `--shape`; else as `load_model` and `random_model`.
@@ -75,8 +75,6 @@ def chosen_model(args: argparse.Namespace) -> LoadedModel:
         return random_model(args.shape, chosen_device(args.device), dtype or torch.bfloat16, layers=args.layers)
     if args.layers:
         raise ValueError("--layers was given without --shape; a checkpoint has the layers that it has")
-    if args.device is None and dtype is None:
-        return models.load_model(args.model, **adapters(args))
     return models.load_model(args.model, device=str(chosen_device(args.device)), dtype=dtype, **adapters(args))
 
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from pdllm_rag.decoding import block_causal, d2f, fast_dllm
 from pdllm_rag.decoding.base import Decoder
@@ -23,6 +24,9 @@ from pdllm_rag.errors import UnfitModelError
 from pdllm_rag.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
+
+# A question makes a decoder of its own, so that a log would hold a caution as often as there are questions.
+_told: WeakKeyDictionary[LoadedModel, set[tuple[str, str]]] = WeakKeyDictionary()
 
 
 class DecoderType(Protocol):
@@ -86,7 +90,7 @@ def check(name: str, options: Mapping[str, Any], asked: Asked) -> None:
 
 
 def make_decoder(name: str, model: LoadedModel, rule: CommitRule, options: Mapping[str, Any]) -> Decoder:
-    """The decoder of that name for a model; tells of a model that it was not made for.
+    """The decoder of that name for a model; tells once of a model that it was not made for.
 
     Raises:
         ValueError: bad options; UnfitModelError: it cannot run on the model.
@@ -95,6 +99,8 @@ def make_decoder(name: str, model: LoadedModel, rule: CommitRule, options: Mappi
     chosen = read_options(name, kind.options, options)
     if reason := kind.why_not(model):
         raise UnfitModelError(f"decoder {name!r} does not run on {model.spec.name}: {reason}")
-    if reason := kind.caution(model, chosen):
+    reason = kind.caution(model, chosen)
+    if reason and (name, reason) not in _told.setdefault(model, set()):
+        _told[model].add((name, reason))
         logger.warning("decoder %r is not meant for %s: %s", name, model.spec.name, reason)
     return kind.decoder(model, rule, chosen)
