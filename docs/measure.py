@@ -63,6 +63,7 @@ MINUTES = {
 ELSEWHERE = {
     "retrieval_ablation": "questions of SQuAD and Natural Questions, no part of the repository",
     "refusals_near_misses": "questions of SQuAD, Natural Questions and SQuAD 2.0, no part of the repository",
+    "d2f_trials": "questions made from SQuAD and Natural Questions, and adapters of which one is bundled",
     "d2f_bundled": "questions made from SQuAD and Natural Questions, no part of the repository",
     "training_mean": "questions of SQuAD and Natural Questions, and models that are not bundled",
     "autoregressive": "SmolLM2's weights are not in this repository",

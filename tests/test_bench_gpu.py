@@ -463,6 +463,24 @@ def test_sizes_that_are_none_are_refused(command: Any, argv: tuple[str, str]) ->
         command("attention", *argv)
 
 
+@pytest.mark.parametrize(("given", "asked"), [((), "auto"), (("--device", "cpu"), "cpu")])
+def test_a_checkpoint_runs_where_the_help_says(
+    monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], asked: str
+) -> None:
+    seen: list[str] = []
+
+    def choose(name: str | None) -> torch.device:
+        seen.append(name or "auto")
+        return torch.device("meta")
+
+    monkeypatch.setattr(prefill_cli, "chosen_device", choose)
+    monkeypatch.setattr("pdllm_rag.models.load_model", lambda name, *, device, **_: (name, device))
+    parser = argparse.ArgumentParser()
+    prefill_cli.add_model(parser)
+    assert prefill_cli.chosen_model(parser.parse_args(given)) == ("demo", "meta")
+    assert seen == [asked]
+
+
 def test_the_command_lines_name_what_there_is() -> None:
     assert tuple(SHAPES) == prefill_cli.SHAPE_NAMES
     assert attention_cli.BASELINES == contenders.FAMILIES

@@ -47,6 +47,11 @@ def test_the_choices_are_those_of_the_library() -> None:
         ("adapt", ("--rounding", "4bit"), None),
         ("chunk-lora", ("--rank", "4"), "adapter"),
         ("d2f", ("--rank", "4", "--rounding", "8bit", "--block-len", "8"), "canvas_adapter"),
+        (
+            "d2f",
+            ("--hard-labels", "0.5", "--fill", "0.1", "--recipe", "both", "--stored-alpha", "16"),
+            "canvas_adapter",
+        ),
     ],
 )
 def test_what_is_trained_can_be_loaded(
@@ -64,6 +69,8 @@ def test_what_is_trained_can_be_loaded(
         assert load_model(told["result"]).weights_digest != load_model(model).weights_digest
     else:
         load_model(model, **{option: told["result"]})  # type: ignore[arg-type]
+        settings = json.loads((Path(told["result"]) / "adapter_config.json").read_text())
+        assert settings["lora_alpha"] == (16 if "--stored-alpha" in more else 32)
 
 
 def test_a_model_that_is_to_be_made_smaller_needs_a_mask(pdllm: Pdllm, model: str, rows: Path, tmp_path: Path) -> None:

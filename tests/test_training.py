@@ -224,3 +224,7 @@ def test_a_d2f_adapter_leaves_the_model_and_its_chunks_as_they_are(checkpoint: P
     assert model.fingerprint("bfloat16") == load_model(str(checkpoint)).fingerprint("bfloat16")
     losses = [line["loss"] for line in lines if "loss" in line]
     assert sum(losses[-8:]) < sum(losses[:8])
+    again = train_d2f(run, LoraShape(8, 8, 0.0), quiet, stored_alpha=4)  # of the run that is done
+    same = load_file(again / "adapter_model.safetensors")
+    assert all(torch.equal(same[name], tensor) for name, tensor in tensors.items())
+    assert json.loads((again / "adapter_config.json").read_text())["lora_alpha"] == 4

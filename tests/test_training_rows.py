@@ -198,6 +198,8 @@ def test_masks_weigh_one_over_the_share_they_were_drawn_with() -> None:
     np.testing.assert_allclose(counts[12:] / total, 0.1, atol=0.01)
     drawn = MonotoneNoise(block_len=8, first=(0.3, 0.9)).masks(block, rng)
     assert {row for row, _ in drawn} <= set(range(8, 40))
+    same = MonotoneNoise(block_len=8, first=(0.5, 0.5), fill=0.1).masks(block, rng)
+    assert {(row < 12, round(weight, 9)) for row, weight in same} == {(True, 2.0), (False, 0.2)}
 
 
 def test_a_likelihood_block_masks_every_other_word_of_the_question() -> None:

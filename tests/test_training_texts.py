@@ -151,6 +151,13 @@ def test_the_long_recipe_asks_for_longer_answers() -> None:
     assert sum(map(len, long)) / len(long) > 2 * sum(map(len, short)) / len(short)
 
 
+def test_the_recipe_of_both_lies_halfway() -> None:
+    both, short, long = (recipe.shares for recipe in (Recipe.both(), Recipe(), Recipe.long()))
+    assert both["quote"] == pytest.approx((short["quote"] + long["quote"]) / 2)
+    assert both["passkey"] == pytest.approx(short["passkey"] / 2)
+    assert both.keys() == (short.keys() | long.keys()) - {"likelihood"}
+
+
 @pytest.mark.parametrize(
     "corpus",
     [

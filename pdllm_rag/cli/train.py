@@ -93,8 +93,8 @@ def _add_common(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of samples and masks (default: 0)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that make batches (default: 0)")
-    parser.add_argument("--recipe", choices=("short", "long"), default="long" if kind == "d2f" else "short",
-                        help="mostly short answers, or sentences (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--recipe", choices=("short", "long", "both"), default="long" if kind == "d2f" else "short",
+                        help="mostly short answers, or sentences, or both (default: %(default)s)")  # fmt: skip
     _add_row(parser, context_len=2048, canvas_len=1152)
     parser.add_argument(
         "--answer-lens", type=list_of(count), metavar="A,B,...", help="rows of an answer, one of them is drawn"
@@ -123,8 +123,12 @@ def _add_common(parser: argparse.ArgumentParser, kind: str) -> None:
         parser.add_argument("--block-len", type=positive_int, default=16, metavar="N", help="rows (default: 16)")
         parser.add_argument("--noise", type=list_of(share), default=[0.2, 0.7], metavar="A,B",
                             help="the first block's share of masks, later ones up to B (default: 0.2,0.7)")  # fmt: skip
+        parser.add_argument("--fill", type=not_negative, default=1.0, metavar="W",
+                            help="weight of an end token behind an answer's first (default: 1)")  # fmt: skip
         parser.add_argument("--hard-labels", type=probability, default=0.0, metavar="P",
                             help="share of the loss that is of the masked tokens themselves (default: 0)")  # fmt: skip
+        parser.add_argument("--stored-alpha", type=positive_int, metavar="N",
+                            help="the result's scale, if it is to act less than it was trained to")  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -154,8 +158,9 @@ def run(args: argparse.Namespace) -> int:
             if args.kind == "chunk-lora":
                 folder = runs.train_chunk_lora(settings, lora, report)
             else:
-                noise = MonotoneNoise(args.block_len, (args.noise[0], args.noise[1]))
-                folder = runs.train_d2f(settings, lora, report, noise, hard_labels=args.hard_labels)
+                noise = MonotoneNoise(args.block_len, (args.noise[0], args.noise[1]), args.fill)
+                ours = {"hard_labels": args.hard_labels, "stored_alpha": args.stored_alpha}
+                folder = runs.train_d2f(settings, lora, report, noise, **ours)
     recipe = train_card.recipe(settings.folder, **_texts(settings.training, settings.validation))
     write_card(folder, origin, recipe, settings.folder / "log.jsonl")
     if args.plot is not None:
@@ -209,7 +214,7 @@ def _mixtures(args: argparse.Namespace, model: str, form: str) -> tuple[Mixture,
     from pdllm_rag.training.texts import Corpus, Mixture, Recipe
 
     no_answer = read_spec(model)[0].family.no_answer
-    recipe = Recipe.long() if form == "long" else Recipe()
+    recipe = {"short": Recipe, "long": Recipe.long, "both": Recipe.both}[form]()
     recipe = recipe if no_answer is None else replace(recipe, not_found=no_answer)
     training, held = Corpus.read(args.data, exclude=args.exclude).split()
     if training.n_excluded:

@@ -51,12 +51,20 @@ def trained(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def save_adapter(
-    folder: Path, weights: Mapping[str, torch.Tensor], shape: LoraShape, layout: Layout, *, base: str, in_8_bits: bool
+    folder: Path,
+    weights: Mapping[str, torch.Tensor],
+    shape: LoraShape,
+    layout: Layout,
+    *,
+    base: str,
+    in_8_bits: bool,
+    alpha: int | None = None,
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors under the checkpoint's own module names.
 
     Args:
         weights: by the name that `trained` gave.
+        alpha: the scale that the file names, where it is not the one of the training.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
@@ -74,7 +82,7 @@ def save_adapter(
     settings = {
         "peft_type": "LORA",
         "r": shape.rank,
-        "lora_alpha": shape.alpha,
+        "lora_alpha": alpha or shape.alpha,
         "lora_dropout": shape.dropout,
         "target_modules": sorted(modules),
         "base_model_name_or_path": base,

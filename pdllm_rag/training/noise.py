@@ -69,10 +69,12 @@ class MonotoneNoise:
     Attributes:
         block_len: rows of an answer block.
         first: the first block's share lies between these two; later ones rise to at most the second.
+        fill: weight of an EOS behind the first one; published is 1.
     """
 
     block_len: int = 16
     first: tuple[float, float] = (0.2, 0.7)
+    fill: float = 1.0
 
     def shares(self, n_blocks: int, rng: random.Random) -> list[float]:
         """A share for every block of an answer: p_1 ~ U[first], p_(b+1) = p_b + U[0, 1] (most - p_1) / (n - 1)."""
@@ -86,11 +88,17 @@ class MonotoneNoise:
     def masks(self, block: Block, rng: random.Random) -> list[Masked]:
         """See `Noise.masks`."""
         starts = range(block.prompt_len, len(block.ids), self.block_len)
+        end = block.prompt_len + block.answer_len
         found = []
         for start, share in zip(starts, self.shares(len(starts), rng), strict=True):
             rows = range(start, min(start + self.block_len, len(block.ids)))
-            found += [Masked(row, block.weight / share) for row in rows if rng.random() < share]
-        return found or [Masked(rng.randrange(block.prompt_len, len(block.ids)), block.weight)]
+            weight = block.weight / share
+            masked = [row for row in rows if rng.random() < share]
+            found += [Masked(row, weight * (1.0 if row < end else self.fill)) for row in masked]
+        if not found:
+            row = rng.randrange(block.prompt_len, len(block.ids))
+            found = [Masked(row, block.weight * (1.0 if row < end else self.fill))]
+        return found
 
 
 def drawn(rows: range, share: float, rng: random.Random) -> list[int]:

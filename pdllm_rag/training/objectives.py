@@ -15,7 +15,7 @@ from pdllm_rag.training.visibility import Marks, block_mask, dense_mask
 
 
 class Found(NamedTuple):
-    """Of one batch: what is minimised, and the share of predictions that name the target."""
+    """Of one batch: what is minimised, and the share of predictions that name the target (D2F: the teacher's)."""
 
     loss: torch.Tensor
     accuracy: torch.Tensor

@@ -132,12 +132,20 @@ def train_chunk_lora(run: Run, lora: LoraShape, report: Report, noise: Diffusion
 
 
 def train_d2f(
-    run: Run, lora: LoraShape, report: Report, noise: MonotoneNoise | None = None, *, hard_labels: float = 0.0
+    run: Run,
+    lora: LoraShape,
+    report: Report,
+    noise: MonotoneNoise | None = None,
+    *,
+    hard_labels: float = 0.0,
+    stored_alpha: int | None = None,
 ) -> Path:
     """Train an adapter that acts on canvas rows; returns its folder, which `load_model(canvas_adapter=...)` takes.
 
     Args:
         hard_labels: see `Forcing`.
+        stored_alpha: scale of the result, where it is to act less than it was trained to; no part of the training, so a
+            run that is done can be given another one.
 
     Raises: as `adapt`.
     """
@@ -147,7 +155,7 @@ def train_d2f(
     objective = Forcing(subject.backbone, student_backbone, run.shape.context_len, hard_labels=hard_labels)
     more = {**asdict(lora), "hard_labels": hard_labels}
     masters = _train(run, subject, objective, trained(student), noise or MonotoneNoise(), more, report)
-    return _save(run, subject, masters, lora)
+    return _save(run, subject, masters, lora, stored_alpha)
 
 
 def round_mean(
@@ -206,7 +214,7 @@ def _train(
     return masters
 
 
-def _save(run: Run, subject: Subject, masters: Masters, lora: LoraShape) -> Path:
+def _save(run: Run, subject: Subject, masters: Masters, lora: LoraShape, alpha: int | None = None) -> Path:
     in_8_bits = run.rounding == "8bit"
-    save_adapter(run.result, masters.weights, lora, subject.layout, base=run.model, in_8_bits=in_8_bits)
+    save_adapter(run.result, masters.weights, lora, subject.layout, base=run.model, in_8_bits=in_8_bits, alpha=alpha)
     return run.result

@@ -88,6 +88,13 @@ class Recipe:
         """Mostly answers of a sentence and more: quotes, continuations, free ones, lists."""
         return replace(cls(), shares=dict(LONG_SHARES))
 
+    @classmethod
+    def both(cls) -> Recipe:
+        """Halfway between short and long answers; no likelihood blocks."""
+        kinds = (SHARES.keys() | LONG_SHARES.keys()) - {"likelihood"}
+        shares = {kind: (SHARES.get(kind, 0.0) + LONG_SHARES.get(kind, 0.0)) / 2 for kind in sorted(kinds)}
+        return replace(cls(), shares=shares)
+
     def source_weight(self, source: str) -> float:
         """How often a row of a source is drawn, against one of weight 1."""
         return next((weight for start, weight in self.source_weights if source.startswith(start)), 1.0)
