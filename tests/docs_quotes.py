@@ -55,7 +55,7 @@ HEALTH = tuple(f"health_ms/{part}" for part in ("p50", "p99", "max"))
 KILLS = ("put", "add", "replace", "delete", "re-add", "compact")
 QUOTES: dict[str, dict[str, list[Any]]] = {
     "decoders.md": {
-        "| one token a pass | {:.2f} ({:.2f} to {:.2f}) |": interval("d2f_bundled", "quality/0/accuracy"),
+        "| one token a pass | {:.2f} ({:.2f} to {:.2f}) |": interval("d2f_bundled", "quotes/quality/0/accuracy"),
     },
     "needles.md": {
         f"| {of} | {{:.0f}}/{{:.0f}} ({{:.2f}} to {{:.2f}}) |": hits(*tasks)
