@@ -40,7 +40,6 @@ def test_the_choices_are_those_of_the_library() -> None:
     assert tuple(ROUNDINGS) == train.ROUNDINGS
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
 @pytest.mark.parametrize(
     ("kind", "more", "option"),
     [

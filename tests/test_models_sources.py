@@ -133,7 +133,6 @@ ADAPTED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
 @pytest.mark.parametrize("kind", list(ADAPTED))
 def test_an_adapter_is_merged_into_the_weights_under_the_checkpoints_names(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("peft")
@@ -155,7 +154,6 @@ def test_an_adapter_is_merged_into_the_weights_under_the_checkpoints_names(tmp_p
     assert again.adapter_digest != adapted.adapter_digest
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
 def test_the_bundled_adapter_goes_with_the_bundled_model(demo_model: LoadedModel) -> None:
     pytest.importorskip("peft")
     beside = load_model("demo", canvas_adapter="demo-d2f")
@@ -165,7 +163,6 @@ def test_the_bundled_adapter_goes_with_the_bundled_model(demo_model: LoadedModel
     assert 0.01 < float((one - other).norm() / one.norm()) < 1
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
 @pytest.mark.parametrize("kind", list(ADAPTED))
 def test_an_adapter_for_canvas_rows_leaves_the_model_as_it_is(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("peft")
@@ -185,7 +182,6 @@ def test_an_adapter_for_canvas_rows_leaves_the_model_as_it_is(tmp_path: Path, ki
     assert shared <= own  # no weight is held twice
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
 @pytest.mark.parametrize(
     ("kind", "modules", "changes", "told"),
     [
@@ -205,7 +201,6 @@ def test_an_adapter_that_does_not_fit_is_refused(
         load_model(str(write_checkpoint(tmp_path / "base", kind)), adapter=str(tmp_path / "lora"))
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
 def test_a_pickled_adapter_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     write_adapter(tmp_path / "lora", ADAPTED["llada"])

@@ -182,7 +182,6 @@ def test_a_tiny_model_learns_from_scratch_to_read_facts_from_stored_chunks(check
     assert right >= 24  # of 380 pairs of letters a guess is one
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
 def test_an_adapter_for_every_row_is_one_that_the_loader_merges(checkpoint: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     folder = train_chunk_lora(a_run(checkpoint, tmp_path, 3, lr=1e-2), LoraShape(4, 4, 0.1), quiet)
@@ -210,7 +209,6 @@ def test_hard_labels_are_a_share_of_the_distillation_loss(checkpoint: Path) -> N
     assert abs(loss(1.0, others) - hard) > 1e-3
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
 def test_a_d2f_adapter_leaves_the_model_and_its_chunks_as_they_are(checkpoint: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     lines: list[dict[str, Any]] = []

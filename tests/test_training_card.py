@@ -144,7 +144,6 @@ def test_the_card_is_the_same_again_and_changes_no_fingerprint(trained: Callable
     assert with_card.fingerprint("float32") == without.fingerprint("float32")
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
 @pytest.mark.parametrize(
     ("kind", "rounding", "library"), [("chunk-lora", "none", "peft"), ("d2f", "8bit", "pdllm-rag")]
 )

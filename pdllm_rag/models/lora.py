@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,15 @@ def beside(model: Any, layout: Layout, folder: Path) -> Any:
     return _adapted(over_same_weights(model), layout, folder)[0].get_base_model()
 
 
+def with_adapter(model: Any, settings: Any, **options: Any) -> Any:
+    """peft's model of this one, which is changed. peft asks for a property that transformers is about to rename."""
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        return get_peft_model(model, settings, **options)
+
+
 def over_same_weights(model: Any) -> Any:
     """A copy of the modules that holds the same tensors."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -58,7 +68,7 @@ def _adapted(model: Any, layout: Layout, folder: Path) -> tuple[Any, str]:
     """peft's model of this one, which is changed, and the adapter's digest."""
     if importlib.util.find_spec("peft") is None:
         raise ModelError("an adapter needs peft, which is not installed; install it with pip install 'pdllm-rag[lora]'")
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
     from peft.utils import set_peft_model_state_dict
 
     settings = read_json(folder / "adapter_config.json")
@@ -95,7 +105,7 @@ def _adapted(model: Any, layout: Layout, folder: Path) -> tuple[Any, str]:
               "layers_pattern": None, "task_type": None, "inference_mode": True, "auto_mapping": None,
               "base_model_name_or_path": None}  # fmt: skip
     try:
-        adapted = get_peft_model(model, LoraConfig(**{**kept, **chosen}))
+        adapted = with_adapter(model, LoraConfig(**{**kept, **chosen}))
         found = set_peft_model_state_dict(adapted, tensors)
         lacking = [name for name in found.missing_keys if ".lora_" in name]
         if lacking or found.unexpected_keys:

@@ -36,13 +36,13 @@ def adapted(model: Any, shape: LoraShape) -> Any:
     """
     if importlib.util.find_spec("peft") is None:
         raise ModelError("training an adapter needs peft, which is not installed; run pip install 'pdllm-rag[train]'")
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     model.requires_grad_(False)
     settings = LoraConfig(
         r=shape.rank, lora_alpha=shape.alpha, lora_dropout=shape.dropout, target_modules=list(PROJECTIONS)
     )
-    return get_peft_model(lora.over_same_weights(model), settings, autocast_adapter_dtype=False).get_base_model()
+    return lora.with_adapter(lora.over_same_weights(model), settings, autocast_adapter_dtype=False).get_base_model()
 
 
 def trained(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
