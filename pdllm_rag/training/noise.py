@@ -7,6 +7,7 @@ alike. Source: LLaDA (arXiv 2502.09992), equation 3; for `MonotoneNoise` D2F (ar
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -56,10 +57,8 @@ class DiffusionNoise:
             words = block.question[rng.randrange(2) :: 2] or block.question
             return [Masked(row, block.weight) for row in words]
         share = 1.0 if rng.random() < self.full else rng.uniform(self.least, 1.0)
-        weight = block.weight / max(share, self.least_weighed)
-        end = block.prompt_len + block.answer_len
         rows = drawn(range(block.prompt_len, len(block.ids)), share, rng)
-        return [Masked(row, weight * (1.0 if row < end else self.fill)) for row in rows]
+        return _weighed(rows, block, block.weight / max(share, self.least_weighed), self.fill)
 
 
 @dataclass(frozen=True)
@@ -88,17 +87,20 @@ class MonotoneNoise:
     def masks(self, block: Block, rng: random.Random) -> list[Masked]:
         """See `Noise.masks`."""
         starts = range(block.prompt_len, len(block.ids), self.block_len)
-        end = block.prompt_len + block.answer_len
         found = []
         for start, share in zip(starts, self.shares(len(starts), rng), strict=True):
             rows = range(start, min(start + self.block_len, len(block.ids)))
-            weight = block.weight / share
             masked = [row for row in rows if rng.random() < share]
-            found += [Masked(row, weight * (1.0 if row < end else self.fill)) for row in masked]
-        if not found:
-            row = rng.randrange(block.prompt_len, len(block.ids))
-            found = [Masked(row, block.weight * (1.0 if row < end else self.fill))]
-        return found
+            found += _weighed(masked, block, block.weight / share, self.fill)
+        if found:
+            return found
+        return _weighed([rng.randrange(block.prompt_len, len(block.ids))], block, block.weight, self.fill)
+
+
+def _weighed(rows: Iterable[int], block: Block, weight: float, fill: float) -> list[Masked]:
+    """The rows of an answer; an EOS behind the first one weighs `fill` of the others."""
+    end = block.prompt_len + block.answer_len
+    return [Masked(row, weight * (1.0 if row < end else fill)) for row in rows]
 
 
 def drawn(rows: range, share: float, rng: random.Random) -> list[int]:

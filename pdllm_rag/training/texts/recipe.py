@@ -91,9 +91,8 @@ class Recipe:
     @classmethod
     def both(cls) -> Recipe:
         """Halfway between short and long answers; no likelihood blocks."""
-        kinds = (SHARES.keys() | LONG_SHARES.keys()) - {"likelihood"}
-        shares = {kind: (SHARES.get(kind, 0.0) + LONG_SHARES.get(kind, 0.0)) / 2 for kind in sorted(kinds)}
-        return replace(cls(), shares=shares)
+        kinds = sorted(SHARES.keys() - {"likelihood"})
+        return replace(cls(), shares={kind: (SHARES[kind] + LONG_SHARES.get(kind, 0.0)) / 2 for kind in kinds})
 
     def source_weight(self, source: str) -> float:
         """How often a row of a source is drawn, against one of weight 1."""
